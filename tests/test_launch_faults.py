@@ -1,0 +1,382 @@
+"""Every way a run can go wrong, done for real: the culprit is named, with the line, and the next run works at once."""
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from lecture_lib import RankError, RankTimeout, World
+
+HERE = "test_launch_faults.py, line "
+
+
+def ready(world):
+    """The next run works, and soon. (Generous: a clock in a test only catches seconds, not milliseconds.)"""
+    start = time.monotonic()
+    assert world.run(lambda: dist.get_rank()) == list(range(world.size))
+    assert time.monotonic() - start < 1
+
+
+def raises():
+    if dist.get_rank() == 2:
+        raise ValueError("too big")
+    dist.all_reduce(torch.ones(4))
+
+
+def calls_exit():
+    if dist.get_rank() == 2:
+        sys.exit(3)
+    dist.barrier()
+
+
+def ends_itself():
+    if dist.get_rank() == 2:
+        os._exit(0)
+    dist.barrier()
+
+
+def is_killed():
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(4))
+
+
+def crashes():
+    if dist.get_rank() == 2:
+        ctypes.string_at(0)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    "fault, culprit, its_line, others",
+    [
+        (raises, "rank 2 raised ValueError: too big", 'raise ValueError("too big")', "all_reduce of float32[4]"),
+        (calls_exit, "rank 2 called sys.exit(3)", "sys.exit(3)", "barrier"),
+        (ends_itself, "rank 2 ended itself with os._exit(0)", "os._exit(0)", "barrier"),
+        (is_killed, "rank 2 was killed (SIGKILL)", "", "all_reduce of float32[4]"),
+        (crashes, "rank 2 crashed (SIGSEGV)", "ctypes.string_at(0)", "barrier"),
+    ],
+)
+def test_one_rank_fails_while_the_others_wait(world, fault, culprit, its_line, others):
+    messages = set()
+    for _ in range(3):
+        before = world.pids
+        start = time.monotonic()
+        with pytest.raises(RankError) as error:
+            world.run(fault)
+        assert time.monotonic() - start < 2
+        assert type(error.value) is RankError and error.value.rank == 2
+        assert not set(before) & set(world.pids)
+        assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in before)
+        ready(world)
+        messages.add(str(error.value))
+    (message,) = messages  # the same bytes every time, so that notebooks can store it
+    lines = message.splitlines()
+    assert lines[0].startswith(culprit)
+    if its_line:
+        assert lines[1].startswith(f"  tests/{HERE}") or HERE in lines[1]
+        assert its_line in lines[2]
+    for rank in (0, 1, 3):
+        (line,) = [line for line in lines if line.startswith(f"rank {rank} ")]
+        assert f"waited in {others}, after 0 finished operations" in line and HERE in line
+    assert "Variables of earlier %%ranks cells are gone" in lines[-1]
+
+
+def returns_early():
+    dist.barrier()
+    if dist.get_rank() != 2:
+        dist.all_reduce(torch.ones(4))
+
+
+def calls_another():
+    if dist.get_rank() == 2:
+        dist.broadcast(torch.ones(4), src=0)
+    else:
+        dist.all_reduce(torch.ones(4))
+
+
+def waits_for_work():
+    if dist.get_rank() != 2:
+        dist.all_reduce(torch.ones(4), async_op=True).wait()
+
+
+def all_send():
+    dist.send(torch.ones(4), (dist.get_rank() + 1) % 4)
+
+
+def waits_in_backward():
+    module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    if dist.get_rank() != 2:
+        module(torch.ones(2)).sum().backward()
+
+
+def receives_in_a_group():
+    pair = dist.new_group([1, 3])
+    if dist.get_rank() == 1:
+        dist.recv(torch.ones(4), src=3, group=pair)
+
+
+@pytest.mark.parametrize(
+    "fault, says, waited",
+    [
+        (returns_early, "Rank 2 returned without", "all_reduce of float32[4], after 1 finished operation,"),
+        (calls_another, "Rank 2 called another operation", "all_reduce of float32[4], after 0 finished"),
+        (waits_for_work, "Rank 2 returned without", "wait() for an asynchronous operation"),
+        (all_send, "Every rank sends and none receives", "send of float32[4] to rank 2"),
+        (waits_in_backward, "Rank 2 returned without", "backward"),
+        (receives_in_a_group, "Ranks 0, 2 and 3 returned", "recv of float32[4] from rank 3 in group [1, 3]"),
+    ],
+)
+def test_a_deadlock_does_not_wait_for_the_timeout(world, fault, says, waited):
+    world.timeout = 30
+    start = time.monotonic()
+    with pytest.raises(RankTimeout) as error:
+        world.run(fault)
+    assert time.monotonic() - start < 10
+    message = str(error.value)
+    assert message.startswith("no rank can move") and says in message
+    (line,) = [line for line in message.splitlines() if line.startswith("rank 1 ")]
+    assert waited in line and HERE in line
+    ready(world)
+
+
+@pytest.mark.parametrize("elements", [8, 10_000_000])
+def test_shapes_that_differ_end_the_run_with_an_explanation(world, elements):
+    def different_shapes():
+        dist.all_reduce(torch.ones(elements if dist.get_rank() == 1 else 4))
+
+    start = time.monotonic()
+    with pytest.raises(RankError) as error:
+        world.run(different_shapes)
+    assert time.monotonic() - start < 10
+    assert "size" in str(error.value) and f"float32[{elements}]" in str(error.value) and HERE in str(error.value)
+    ready(world)
+
+
+def test_a_rank_that_never_returns_meets_the_timeout():
+    def spins():
+        if dist.get_rank() == 1:
+            while True:
+                pass
+        dist.barrier()
+
+    with World(2, timeout=1) as world:
+        with pytest.raises(RankTimeout) as error:
+            world.run(spins)
+        message = str(error.value)
+        assert "nothing happened for 1 seconds" in message and error.value.rank == 1
+        assert "rank 1 was running at" in message and "rank 0 waited in barrier" in message
+        assert "Rank 1 neither returned nor joined the others" in message
+        ready(world)
+
+
+def test_a_rank_that_sleeps_or_computes_keeps_the_others_waiting(world):
+    def late():
+        if dist.get_rank() == 1:
+            time.sleep(4)
+        if dist.get_rank() == 2:
+            end = time.monotonic() + 4
+            while time.monotonic() < end:
+                torch.ones(100, 100) @ torch.ones(100, 100)
+        dist.barrier()
+        return "done"
+
+    assert world.run(late) == ["done"] * 4
+
+
+def test_output_and_finished_operations_are_progress():
+    def slow():
+        for i in range(8):
+            time.sleep(0.4)
+            dist.barrier() if i % 2 else print(i)
+        return "done"
+
+    with World(2, timeout=1.5) as world:
+        assert world.run(slow) == ["done"] * 2
+
+
+def test_two_ranks_raise_and_each_is_told(world):
+    def both():
+        if dist.get_rank() in (1, 3):
+            raise KeyError(f"rank {dist.get_rank()}")
+        dist.barrier()
+
+    with pytest.raises(RankError) as error:
+        world.run(both)
+    message = str(error.value)
+    assert error.value.rank == 1 and "rank 1 raised KeyError" in message and "rank 3 raised KeyError" in message
+
+
+def test_a_typo_on_all_ranks_costs_no_variables(world):
+    pids = world.pids
+    with pytest.raises(RankError) as error:
+        world.run(lambda: undefined_name)  # noqa: F821
+    assert "rank 3 raised the same" in str(error.value)
+    assert world.pids == pids
+
+
+def test_a_rank_killed_from_outside_and_one_killed_between_runs(world):
+    victim = world.pids[3]
+    threading.Timer(0.7, os.kill, (victim, signal.SIGKILL)).start()
+    with pytest.raises(RankError, match="rank 3 was killed") as error:
+        world.run(lambda: time.sleep(30))
+    assert "time.sleep(30)" in str(error.value), "the line where it was last seen"
+    os.kill(world.pids[0], signal.SIGKILL)
+    time.sleep(0.2)
+    with pytest.raises(RankError, match="rank 0 was killed"):
+        world.run(lambda: 1)
+    ready(world)
+
+
+@pytest.fixture
+def memory_limit():
+    """A function that holds a process to 150 MiB, with a memory control group (Linux, as root)."""
+    root = Path("/sys/fs/cgroup/memory" if Path("/sys/fs/cgroup/memory").exists() else "/sys/fs/cgroup")
+    limit = "memory.limit_in_bytes" if root.name == "memory" else "memory.max"
+    group = root / f"lecture_lib_test_{os.getpid()}"
+    if not (root / "cgroup.procs").exists() or not os.access(root, os.W_OK):
+        pytest.skip("this machine does not let the test set a memory limit (it needs Linux control groups and root)")
+    group.mkdir()
+    if not (group / limit).exists():
+        group.rmdir()
+        pytest.skip("this machine has no control group for memory")
+    (group / limit).write_text(str(150 * 2**20))
+    yield lambda pid: (group / "cgroup.procs").write_text(str(pid))
+    while (group / "cgroup.procs").read_text():
+        time.sleep(0.01)
+    group.rmdir()
+
+
+def test_out_of_memory_is_told_as_such(world, memory_limit):
+    memory_limit(world.pids[1])
+
+    def greedy():
+        if dist.get_rank() == 1:
+            torch.ones(400 * 2**20)
+        dist.barrier()
+
+    with pytest.raises(RankError, match="rank 1 was killed by the operating system because memory ran out"):
+        world.run(greedy)
+    ready(world)
+
+
+@pytest.mark.parametrize("call", ["input('name? ')", "breakpoint()", "import pdb; pdb.set_trace(); x = 1"])
+def test_no_keyboard(world, call):
+    start = time.monotonic()
+    with pytest.raises(RankError, match="A rank has no keyboard"):
+        world.run(exec, call)
+    assert time.monotonic() - start < 5
+    ready(world)
+
+
+def test_children_of_a_rank_work_and_end_with_it(world):
+    def loads():
+        from torch.utils.data import DataLoader
+
+        return sum(batch.sum().item() for batch in DataLoader(torch.arange(8.0), batch_size=2, num_workers=2))
+
+    assert world.run(loads) == [28.0] * 4
+
+    def leaves_a_child():
+        return subprocess.Popen(["sleep", "1000"]).pid
+
+    children = world.run(leaves_a_child)
+    world.restart()
+    deadline = time.monotonic() + 2
+    while any(map(psutil.pid_exists, children)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(psutil.pid_exists, children))
+
+
+def test_a_world_in_a_rank_is_refused(world):
+    with pytest.raises(RankError, match="this code runs on rank 0 already"):
+        world.run(lambda: World(2))
+
+
+def test_recursion_is_shown_short(world):
+    def deep(n):
+        return deep(n + 1)
+
+    with pytest.raises(RankError) as error:
+        world.run(deep, 0)
+    assert len(str(error.value).splitlines()) < 30 and "RecursionError" in str(error.value)
+
+
+def test_no_descriptors_or_threads_leak(world):
+    me = psutil.Process()
+    world.restart()
+    before = me.num_fds(), me.num_threads()
+    for _ in range(10):
+        world.restart()
+    assert (me.num_fds(), me.num_threads()) == before
+
+
+@pytest.mark.parametrize(
+    "arguments, error, sentence",
+    [
+        (dict(size=0), ValueError, "needs at least 1 rank and got 0"),
+        (dict(size="4"), TypeError, "needs a whole number of ranks, such as World(4), and got '4'"),
+        (dict(size=True), TypeError, "needs a whole number"),
+        (dict(backend="mpi"), ValueError, "backend must be 'auto', 'gloo', 'nccl' or None, and is 'mpi'"),
+        (dict(device="tpu"), ValueError, "device must be"),
+        (dict(device="cuda:x"), ValueError, "device must be"),
+        (dict(timeout=0), ValueError, "timeout must be"),
+        (dict(threads=0), ValueError, "threads must be"),
+        (dict(size=64, backend="nccl"), ValueError, "need 64 GPUs, and this machine has"),
+        (dict(size=1, device="cuda:63"), ValueError, "need 64 GPUs, and this machine has"),
+    ],
+)
+def test_bad_arguments_get_one_sentence(arguments, error, sentence):
+    with pytest.raises(error, match=re.escape(sentence)) as raised:
+        World(**arguments)
+    assert "\n" not in str(raised.value)
+
+
+def test_native_windows_is_pointed_to_wsl(monkeypatch):
+    from lecture_lib.launch import world as module
+
+    monkeypatch.setattr(module.os, "name", "nt")
+    with pytest.raises(RuntimeError, match="WSL2"):
+        World(2)
+
+
+def test_a_closed_world_says_so_and_opens_again():
+    world = World(2)
+    pids = world.pids
+    world.close()
+    assert world.closed and not any(psutil.pid_exists(p) and psutil.Process(p).status() != "zombie" for p in pids)
+    with pytest.raises(RuntimeError, match="closed"):
+        world.run(lambda: 1)
+    world.restart()
+    ready(world)
+    world.close()
+
+
+def test_a_world_nobody_holds_ends():
+    pids = World(2).pids
+    deadline = time.monotonic() + 2
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_a_busy_world_refuses_a_second_run_and_another_world_takes_it(world):
+    thread = threading.Thread(target=world.run, args=(lambda: time.sleep(1),))
+    thread.start()
+    time.sleep(0.3)
+    with pytest.raises(RuntimeError, match="runs something already"):
+        world.run(lambda: 1)
+    with World(2) as other:
+        assert other.run(dist.get_world_size) == [2, 2]
+    thread.join()
+    ready(world)
