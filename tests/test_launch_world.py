@@ -170,7 +170,7 @@ def test_the_same_function_runs_under_torchrun(tmp_path):
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
         capture_output=True,
         text=True,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"},
+        env={**os.environ, "TMPDIR": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"},
         timeout=120,
     )
     assert done.returncode == 0, done.stderr[-2000:]

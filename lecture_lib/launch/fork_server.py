@@ -48,7 +48,10 @@ def start_in_background() -> None:
 def running() -> "ForkServer":
     """The server of this process; a new one if there is none, or if it has died."""
     global _server
-    if _server is None or _server.owner != os.getpid() or _server.process.poll() is not None:
+    if _server is not None and _server.owner == os.getpid() and _server.process.poll() is not None:
+        _server.clean_up()
+        _server = None
+    if _server is None or _server.owner != os.getpid():
         _server = ForkServer()
     return _server
 
@@ -58,12 +61,13 @@ class ForkServer:
         self.owner = os.getpid()
         self.socket, theirs = socket.socketpair()
         self.log = tempfile.TemporaryFile()  # has no name, so nothing is left of it
+        self.folder = tempfile.mkdtemp(prefix="lecture_lib-")  # for rendezvous; the server removes it when it ends
         package = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         with theirs:
             self.process = subprocess.Popen(
                 # -P: a file torch.py beside the notebook must not be taken for torch.
-                [sys.executable, "-P", "-c", f"from {__name__} import main; main({theirs.fileno()}, {self.owner})"],
+                [sys.executable, "-P", "-c", f"from {__name__} import main; main({theirs.fileno()}, {self.owner}, {self.folder!r})"],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self.log,
@@ -72,11 +76,20 @@ class ForkServer:
                 # One thread for numpy's BLAS: its pool would start at import, and a forked pool is dead.
                 env={**os.environ, "PYTHONPATH": path, "LECTURE_LIB_FORK_SERVER": "1", "OPENBLAS_NUM_THREADS": "1"},
             )
-        atexit.register(self.socket.close)
+        atexit.register(self.clean_up)
 
     def fork(self, fds: list[int]) -> None:
         """Ask for a rank that owns these four descriptors. What becomes of it is told through ``last_words``."""
         socket.send_fds(self.socket, [b"f"], fds)
+
+    def clean_up(self) -> None:
+        """End the server, and do its last duty if it was killed and could not."""
+        if self.owner == os.getpid():
+            atexit.unregister(self.clean_up)
+            self.socket.close()
+            if self.process.poll() is not None:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                self.log.close()
 
     def why_it_ended(self) -> str:
         """The last lines that the server wrote, for an error message."""
@@ -87,24 +100,24 @@ class ForkServer:
 # ---- in the server ---------------------------------------------------------------------------------------------------
 
 
-def main(fd: int, parent: int) -> None:
+def main(fd: int, parent: int, folder: str) -> None:
     kernel = socket.socket(fileno=fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with _end_with(parent):
-        for module in PRELOAD:
-            importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # the collector would write to every object's header, and so copy every page into every rank
-    folder = tempfile.mkdtemp(prefix="lecture_lib-")
     children: dict[int, int] = {}  # pid -> its last_words
     try:
+        with _end_with(parent):
+            for module in PRELOAD:
+                importlib.import_module(module)
+        gc.collect()
+        gc.freeze()  # the collector would write to every object's header, and so copy every page into every rank
         _serve(kernel, parent, folder, children)
     finally:
         for pid in children:
             _kill_group(pid)
         shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)  # taking the interpreter apart would take longer than all of the above
+        if sys.exc_info()[0] in (None, SystemExit):
+            os._exit(0)  # taking the interpreter apart would take longer than all of the above
 
 
 @contextlib.contextmanager
@@ -113,7 +126,7 @@ def _end_with(parent: int):
 
     def check(*_):
         if os.getppid() != parent:
-            os._exit(0)
+            sys.exit(0)
 
     signal.signal(signal.SIGALRM, check)
     signal.setitimer(signal.ITIMER_REAL, 0.25, 0.25)

@@ -171,6 +171,7 @@ def _set_up(setup: dict, folder: str) -> dict:
     backend, device = choose(size, backend, setup["device"], rank, torch.cuda.device_count())
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.set_default_device(device)  # so that the same cell, torch.arange(4.), runs here and on CPU
     ready = {"pid": os.getpid(), "device": str(device), "backend": backend, "store": None}
     if backend is not None:
         ready["store"] = os.path.join(folder, setup["name"])

@@ -46,7 +46,8 @@ class World:
         backend: "auto" (nccl where there is a GPU for each rank, else gloo on CPU), "gloo", "nccl", or None for no
             process group: then RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, so code that calls
             init_process_group() itself runs as it is.
-        device: "auto", "cpu", "cuda" (one GPU per rank) or "cuda:0" (all ranks share that GPU, on gloo).
+        device: "auto", "cpu", "cuda" (one GPU per rank) or "cuda:0" (all ranks share that GPU, on gloo). On a GPU it is
+            torch's default device in the rank, so that tensors are made there unless you say otherwise.
         timeout: seconds without progress (a line of output, a finished operation, a rank that returns) before a run is
             stopped and explained. A deadlock does not wait for it: see ``run``.
         threads: CPU threads per rank; "auto" is cores // size, at least 1.

@@ -1,0 +1,5 @@
+"""Every benchmark, one after the other: python -m tests.bench"""
+
+from tests.bench import launch
+
+launch.main()
