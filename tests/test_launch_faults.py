@@ -194,6 +194,19 @@ def test_a_rank_that_sleeps_or_computes_keeps_the_others_waiting(world):
     assert world.run(late) == ["done"] * 4
 
 
+def test_slow_work_inside_torch_distributed_is_no_deadlock(world, tmp_path):
+    def save():
+        import torch.distributed.checkpoint as checkpoint
+
+        disk = {"sleep": time.sleep}
+        exec("def slow_disk(descriptor): sleep(3)", disk)  # exec: no frame of the person's between c10d and the sleep
+        os.fsync = disk["slow_disk"]
+        checkpoint.save({"x": torch.ones(4)}, checkpoint_id=tmp_path / "saved")
+        return "saved"
+
+    assert world.run(save) == ["saved"] * 4
+
+
 def test_output_and_finished_operations_are_progress():
     def slow():
         for i in range(8):

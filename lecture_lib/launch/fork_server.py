@@ -74,7 +74,13 @@ class ForkServer:
                 stderr=self.log,
                 process_group=0,
                 # One thread for numpy's BLAS: its pool would start at import, and a forked pool is dead.
-                env={**os.environ, "PYTHONPATH": path, "LECTURE_LIB_FORK_SERVER": "1", "OPENBLAS_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": path,
+                    "LECTURE_LIB_FORK_SERVER": "1",
+                    "OPENBLAS_NUM_THREADS": "1",
+                    "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",  # macOS ends a forked process that uses its frameworks
+                },
             )
         atexit.register(self.clean_up)
 

@@ -169,7 +169,7 @@ def _set_up(setup: dict, folder: str) -> dict:
     os.environ["OMP_NUM_THREADS"] = str(setup["threads"])
     torch.set_num_threads(setup["threads"])
     backend, device = choose(size, backend, setup["device"], rank, torch.cuda.device_count())
-    if device.type == "cuda":
+    if device.type == "cuda" and backend is not None:  # code that sets up its own group chooses its own device
         torch.cuda.set_device(device)
         torch.set_default_device(device)  # so that the same cell, torch.arange(4.), runs here and on CPU
     ready = {"pid": os.getpid(), "device": str(device), "backend": backend, "store": None}

@@ -18,8 +18,17 @@ _LIBRARIES = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib"
     "<frozen",
     "<string>",
 )
-_DISTRIBUTED = os.path.join("torch", "distributed", "")
-_BACKWARD = os.path.join("torch", "autograd", "graph.py")
+_C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
+# Where else torch waits for other ranks. Not all of torch.distributed: writing a checkpoint is slow, but no deadlock.
+_ALSO_WAITS = tuple(
+    os.path.join("torch", *path)
+    for path in (
+        ("distributed", "_functional_collectives.py"),
+        ("distributed", "rendezvous.py"),
+        ("distributed", "utils.py"),  # DistributedDataParallel's constructor
+        ("autograd", "graph.py"),  # backward(), in which C++ waits for the gradients
+    )
+)
 
 
 def is_persons(filename: str) -> bool:
@@ -66,11 +75,11 @@ def waiting_in(frames: list) -> str | None:
             name = "wait() for an asynchronous operation"
         if is_persons(file):
             break
-        if _DISTRIBUTED in file and function != "wrapper":  # c10d wraps every operation to log it
+        if file.endswith(_C10D):
             # The outermost frame of c10d is what was called: all_gather_object, not the all_gather inside it.
-            name = _describe(frame) if file.endswith("distributed_c10d.py") else name or function
-        elif file.endswith(_BACKWARD):
-            name = name or "backward"
+            name = _describe(frame)
+        elif file.endswith(_ALSO_WAITS):
+            name = name or ("backward" if "backward" in function else function)
     return name
 
 
