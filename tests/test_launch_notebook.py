@@ -244,7 +244,9 @@ def test_a_kernel_that_ends_leaves_nothing(tmp_path, end, state):
 def test_ranks_die_with_a_killed_fork_server_and_the_next_world_has_a_new_one(ranks):
     pids = eval(ranks.run("print(world.pids)").text)
     ranks.run("import os, signal; from lecture_lib.launch import fork_server")
-    cell = ranks.run("os.kill(fork_server.running().process.pid, signal.SIGKILL)\nimport time; time.sleep(0.3)\nworld.run(lambda: 1)")
+    cell = ranks.run(
+        "os.kill(fork_server.running().process.pid, signal.SIGKILL)\nimport time; time.sleep(0.3)\nworld.run(lambda: 1)"
+    )
     assert cell.ename == "RankError"
     assert not any(map(alive, pids))
     folder = ranks.run("print(fork_server.running().folder)").text.strip()

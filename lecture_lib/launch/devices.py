@@ -7,7 +7,7 @@ def choose(size: int, backend: str | None, device: str, rank: int, gpus: int):
     """(backend, torch.device) for ``rank`` of ``size`` on a machine with ``gpus`` GPUs.
 
     backend "auto" is nccl with one GPU per rank where there are enough, else gloo on CPU. Ranks that share one GPU
-    (device="cuda:0") use gloo, since NCCL refuses two ranks on one GPU. Raises ValueError where the GPUs do not suffice.
+    (device="cuda:0") use gloo, since NCCL refuses two ranks on one GPU. Raises ValueError where there are too few GPUs.
     """
     import torch
 

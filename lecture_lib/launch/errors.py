@@ -139,7 +139,8 @@ def rank_error(processes: list, replaced: bool) -> RankError:
     died = [p for p in processes if p.status is not None]
     raised = [p for p in processes if p.error and not p.error["lost"]]
     # A rank that died takes others with it: they lose their connection, and some libraries raise for that. Ranks that
-    # raised at about the same time are all at fault: the lowest is shown in full, so that the message is always the same.
+    # raised at about the same time are all at fault: the lowest is shown in full, so that the message is the same
+    # again.
     culprit = (died or raised or [p for p in processes if p.error])[0]
     if culprit in died:
         message = f"rank {culprit.rank} {_how_it_ended(culprit)}"
@@ -209,13 +210,14 @@ def _diagnosis(processes: list) -> tuple[list[int], str]:
     waiting = [p for p in processes if p.rank in waits]
     if returned and {p.started for p in processes if p.outcome} == {p.report["done"] + 1 for p in waiting}:
         return list(waits), (
-            f"All ranks called the same number of operations, and the last one ended on {_ranks(returned).lower()} only: "
-            "the ranks brought tensors of different sizes, or called different operations."
+            "All ranks called the same number of operations, and the last one ended on "
+            f"{_ranks(returned).lower()} only: the ranks brought tensors of different sizes, "
+            "or called different operations."
         )
     if returned:
         return returned, (
-            f"{_ranks(returned)} returned without the operation that the others wait in: all ranks of a group must call "
-            "the same operations in the same order."
+            f"{_ranks(returned)} returned without the operation that the others wait in: all ranks of a group must "
+            "call the same operations in the same order."
         )
     kinds = set(names.values())
     if kinds <= {"send", "isend"}:

@@ -67,7 +67,12 @@ class ForkServer:
         with theirs:
             self.process = subprocess.Popen(
                 # -P: a file torch.py beside the notebook must not be taken for torch.
-                [sys.executable, "-P", "-c", f"from {__name__} import main; main({theirs.fileno()}, {self.owner}, {self.folder!r})"],
+                [
+                    sys.executable,
+                    "-P",
+                    "-c",
+                    f"from {__name__} import main; main({theirs.fileno()}, {self.owner}, {self.folder!r})",
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self.log,
@@ -79,7 +84,7 @@ class ForkServer:
                     "PYTHONPATH": path,
                     "LECTURE_LIB_FORK_SERVER": "1",
                     "OPENBLAS_NUM_THREADS": "1",
-                    "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",  # macOS ends a forked process that uses its frameworks
+                    "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",  # else macOS ends forked users of its frameworks
                 },
             )
         atexit.register(self.clean_up)

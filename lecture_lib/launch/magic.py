@@ -4,8 +4,9 @@
     x = torch.arange(4.) + rank
     dist.all_reduce(x); x
 
-The ranks keep what a cell assigns. A name that the cell uses and the ranks lack is borrowed from the notebook, by value;
-it is sent again when the notebook has bound it to something else. Once a cell assigns the name, it is the ranks' own.
+The ranks keep what a cell assigns. A name that the cell uses and the ranks lack is borrowed from the notebook, by
+value; it is sent again when the notebook has bound it to something else. Once a cell assigns the name, it is the ranks'
+own.
 """
 
 import ast

@@ -141,7 +141,7 @@ def _prepare_last_words(fd: int, libc) -> None:
 
     os._exit = exit_after_a_word
     faulthandler.enable(fd, all_threads=True)  # crashes: SIGSEGV, SIGBUS, SIGFPE, SIGILL
-    # gloo aborts the process from a thread of its own when ranks bring tensors of different sizes. The main thread waits
+    # gloo aborts the process from a thread of its own when ranks bring tensors of different sizes. The main thread is
     # in the collective then and has let go of the GIL, so Python can still say which one, and with what.
     global _on_abort
     _on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: say())

@@ -112,7 +112,7 @@ class Screen:
 
     - a notebook has one output that is redrawn while lines come. In the end it holds the lines of all ranks in rank
       order. nbval compares the first state of an output and never sees a redraw, so under pytest there is only the end.
-    - a terminal cannot take lines back: the first rank that still runs is shown live, the ranks after it when it is done.
+    - a terminal cannot take lines back: the first rank that still runs is shown live, those after it when it is done.
     """
 
     def __init__(self, transcripts: list[Transcript]):

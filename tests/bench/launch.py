@@ -1,6 +1,6 @@
 """How long it takes to run something on ranks, against the usual way, in one run on one machine.
 
-    python -m tests.bench.launch
+python -m tests.bench.launch
 """
 
 import os
@@ -103,7 +103,12 @@ def main() -> None:
     row("World.run, warm", f"{warm * 1e3:.2f} ms", f"{spawn_seconds / warm:.0f} times as long", "6 ms, 300 times")
     row("  of that, the all_reduce itself, in a kept rank", f"{bare * 1e3:.2f} ms")
     row("  World.run of a function that does nothing", f"{empty * 1e3:.2f} ms")
-    row("fresh world and its first all_reduce", f"{new * 1e3:.1f} ms", f"{spawn_seconds / new:.0f} times as long", "15 times")
+    row(
+        "fresh world and its first all_reduce",
+        f"{new * 1e3:.1f} ms",
+        f"{spawn_seconds / new:.0f} times as long",
+        "15 times",
+    )
     row("a rank dies, error shown, next all_reduce done", f"{after_crash * 1e3:.1f} ms")
     row("World(64) ready", f"{ready:.2f} s", "", "1.5 s")
     row("private memory of each of the 64 after an all_reduce", f"{private:.1f} MiB", "", "12 MB")

@@ -1,0 +1,45 @@
+"""Pictures of the course. Each one also says in one line of text what it shows.
+
+from lecture_lib.figures import picture
+picture("all_reduce")           # in a notebook: the drawing; as text: its numbers in words
+
+python -m lecture_lib.figures   # draw all of them into assets/
+"""
+
+from collections.abc import Callable
+
+from . import collectives as c
+from .barrier import barrier
+from .exchange import exchange
+from .ladder import ladder
+from .palette import PALETTE, rank_color
+from .svg import Figure
+from .world import world
+
+__all__ = ["FIGURES", "PALETTE", "Figure", "picture", "rank_color"]
+
+# One function for each file in assets/. Drawing takes milliseconds, so nothing is drawn before it is asked for.
+FIGURES: dict[str, Callable[[str], Figure]] = {
+    "ladder": ladder,
+    "world": world,
+    "broadcast": lambda name: exchange(name, "Broadcast", c.root_only(), c.broadcast),
+    "scatter": lambda name: exchange(name, "Scatter", c.root_only(), c.scatter, to=True),
+    "gather": lambda name: exchange(name, "Gather", c.pieces(), c.gather, source=True),
+    "reduce": lambda name: exchange(name, "Reduce", c.addends(), c.reduce),
+    "all_gather": lambda name: exchange(name, "All-gather", c.pieces(), c.all_gather, source=True),
+    "reduce_scatter": lambda name: exchange(name, "Reduce-scatter", c.addends(), c.reduce_scatter, to=True),
+    "all_reduce": lambda name: exchange(name, "All-reduce", c.addends(), c.all_reduce),
+    "all_reduce_as_two": lambda name: exchange(
+        name, "All-reduce in two steps", c.addends(), c.reduce_scatter, c.all_gather
+    ),
+    "broadcast_as_two": lambda name: exchange(name, "Broadcast in two steps", c.root_only(), c.scatter, c.all_gather),
+    "all_to_all": lambda name: exchange(name, "All-to-all", c.everyone(), c.all_to_all, to=True, source=True),
+    "barrier": barrier,
+    "send_recv": lambda name: exchange(name, "Send and receive", c.everyone(), c.send_recv),
+    "batch_send_recv": lambda name: exchange(name, "Batched send and receive", c.everyone(), c.batch_send_recv),
+}
+
+
+def picture(name: str) -> Figure:
+    """The picture of that name. Raises KeyError for a name that FIGURES lacks."""
+    return FIGURES[name](name)

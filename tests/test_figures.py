@@ -1,0 +1,116 @@
+"""Pictures: true to the real collectives, legible, the same bytes on every machine, and told in words too."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+import torch.distributed as dist
+
+from lecture_lib.figures import FIGURES, PALETTE, picture, rank_color
+from lecture_lib.figures import collectives as c
+from lecture_lib.figures.palette import INK, PAPER, contrast, linear_rgb, text_color
+from lecture_lib.figures.svg import FAINT
+
+ROOT = Path(__file__).parents[1]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_assets_are_what_make_assets_draws(name):
+    assert (ROOT / "assets" / f"{name}.svg").read_text(encoding="utf-8") == picture(name).svg
+
+
+def test_no_asset_is_left_over():
+    assert {path.stem for path in (ROOT / "assets").glob("*")} == set(FIGURES)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_picture_is_legible_and_says_what_it_shows(name):
+    figure = picture(name)
+    root = ElementTree.fromstring(figure.svg)
+    assert float(root.get("width")) <= 900 and root.get("role") == "img"
+    assert f"{root.find(SVG + 'title').text}: {root.find(SVG + 'desc').text}" == figure.text == repr(figure)
+    assert "\n" not in figure.text
+    for text in root.iter(SVG + "text"):
+        assert float(text.get("font-size")) >= 14 * 4 / 3, "14 pt"
+    assert figure._repr_mimebundle_() == {"image/svg+xml": figure.svg, "text/plain": figure.text}
+
+
+def test_the_words_under_each_picture_in_a_notebook_are_the_pictures_own():
+    used = set()
+    for path in [*ROOT.glob("notebooks/*.ipynb"), ROOT / "README.md"]:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".ipynb":
+            text = "\n".join(cell.source for cell in nbformat.reads(text, 4).cells if cell.cell_type == "markdown")
+        for words, name in re.findall(r"!\[([^\]]*(?:\][^(\]]*)*)\]\((?:\.\./)?assets/(\w+)\.svg\)", text):
+            assert words == picture(name).text, (path.name, name)
+            used.add(name)
+    assert used == set(FIGURES), "each picture is shown somewhere"
+
+
+def test_text_stands_out_from_what_it_is_written_on():
+    for fill in (*PALETTE, PAPER):
+        assert contrast(text_color(fill), fill) >= 4.5
+    for rank in range(4):
+        assert contrast(rank_color(rank), PAPER) >= 2.9, "arrows in the colour of a rank, on paper"
+    assert contrast(INK, PAPER) > 10 and contrast(FAINT, PAPER) > 3
+
+
+# Machado, Oliveira, Fernandes: A Physiologically-based Model for Simulation of Color Vision Deficiency (2009), severity
+# 1
+DEUTERANOPIA = ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881))
+PROTANOPIA = ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998))
+TYPICAL = ((1, 0, 0), (0, 1, 0), (0, 0, 1))
+
+
+@pytest.mark.parametrize("eye", [TYPICAL, DEUTERANOPIA, PROTANOPIA])
+def test_everybody_can_tell_the_first_four_ranks_apart(eye):
+    def lab(color):
+        rgb = torch.tensor(eye, dtype=torch.float64) @ torch.tensor(linear_rgb(color), dtype=torch.float64)
+        to_xyz = torch.tensor([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]).double()
+        x, y, z = (to_xyz @ rgb.clamp(0, 1) / torch.tensor([0.9505, 1.0, 1.089]).double()) ** (1 / 3)
+        return torch.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+    labs = [lab(rank_color(rank)) for rank in range(4)]
+    assert min(torch.dist(a, b) for i, a in enumerate(labs) for b in labs[:i]) > 15
+
+
+def test_what_the_pictures_show_is_what_torch_distributed_does(world):
+    def real():
+        rank = dist.get_rank()
+        addends, everyone = torch.arange(4) + rank, torch.arange(4) + 10 * rank
+        out, one, whole = {}, torch.empty(1, dtype=torch.int64), torch.empty(4, dtype=torch.int64)
+        x = addends if rank == 0 else torch.zeros(4, dtype=torch.int64)
+        dist.broadcast(x, 0)
+        out["broadcast"] = x.tolist()
+        dist.scatter(one, list(torch.arange(4).chunk(4)) if rank == 0 else None, 0)
+        out["scatter"] = one.tolist()
+        pieces = [torch.empty_like(one) for _ in range(4)] if rank == 0 else None
+        dist.gather(torch.tensor([10 * rank]), pieces, 0)
+        out["gather"] = torch.cat(pieces).tolist() if rank == 0 else []
+        x = addends.clone()
+        dist.reduce(x, 0)
+        out["reduce"] = x.tolist() if rank == 0 else []
+        dist.all_gather_single(whole, torch.tensor([10 * rank]))
+        out["all_gather"] = whole.tolist()
+        dist.reduce_scatter_single(one, addends)
+        out["reduce_scatter"] = one.tolist()
+        x = addends.clone()
+        dist.all_reduce(x)
+        out["all_reduce"] = x.tolist()
+        dist.all_to_all_single(whole, everyone)
+        out["all_to_all"] = whole.tolist()
+        work = [dist.isend(everyone, (rank + 1) % 4), dist.irecv(whole, (rank - 1) % 4)]
+        [w.wait() for w in work]
+        out["batch_send_recv"] = whole.tolist()
+        return out
+
+    starts = dict(broadcast=c.root_only, scatter=c.root_only, gather=c.pieces, all_gather=c.pieces)
+    starts |= dict(all_to_all=c.everyone, batch_send_recv=c.everyone)
+    for rank, held in enumerate(world.run(real)):
+        for name, real_values in held.items():
+            drawn = getattr(c, name)(starts.get(name, c.addends)())[rank]
+            assert c.values(drawn) == real_values, name
