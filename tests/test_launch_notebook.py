@@ -201,7 +201,6 @@ def leftovers():
 @pytest.mark.parametrize(
     "end, state",
     [
-        ("SIGKILL", "idle"),
         ("SIGKILL", "in a collective"),
         ("SIGKILL", "holding the GIL"),
         ("shutdown", "in a collective"),

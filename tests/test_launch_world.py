@@ -14,22 +14,11 @@ from lecture_lib import World
 from lecture_lib.launch.devices import choose
 
 
-def test_importing_is_quick_and_does_not_import_torch():
-    code = (
-        "import time; t = time.perf_counter(); from lecture_lib import World; import sys; t = time.perf_counter() - t"
-    )
-    times = []
-    for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", code + "; print(t, 'torch' in sys.modules)"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        seconds, torch_there = done.stdout.split()
-        assert torch_there == "False"
-        times.append(float(seconds))
-    assert min(times) < 0.2
+def test_importing_loads_nothing_heavy():
+    """What takes time is torch, and that is the fork server's business. `make bench` has the seconds."""
+    code = "import sys; from lecture_lib import World; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "numpy", "IPython", "matplotlib", "jax", "zmq"} & set(done.stdout.split())
 
 
 def test_threads_are_shared_out(world):

@@ -15,6 +15,7 @@ import weakref
 
 import cloudpickle
 
+_SMALL = 1 << 16  # joined into one write: each write may wake the reader, and a wake-up costs more than a copy
 _CHUNK = 1 << 26  # some systems refuse a single write of more than 2 GiB
 
 # A class from a cell must come back as that very class, or isinstance() in the notebook says no. So each one gets a
@@ -41,7 +42,11 @@ def size(parts: list) -> int:
 
 
 def write(sock, parts: list) -> None:
-    sock.sendall(struct.pack(f"!{1 + len(parts)}Q", len(parts), *map(len, parts)))
+    head = struct.pack(f"!{1 + len(parts)}Q", len(parts), *map(len, parts))
+    if size(parts) <= _SMALL:
+        sock.sendall(b"".join([head, *parts]))
+        return
+    sock.sendall(head)
     for part in parts:
         for start in range(0, len(part), _CHUNK):
             sock.sendall(memoryview(part)[start : start + _CHUNK])

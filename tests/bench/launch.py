@@ -5,6 +5,7 @@ python -m tests.bench.launch
 
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -78,7 +79,14 @@ def fresh(world: World) -> None:
     world.run(all_reduce)
 
 
+def imported() -> float:
+    """Seconds of `from lecture_lib import World` in a fresh process."""
+    code = "import time; start = time.perf_counter(); from lecture_lib import World; print(time.perf_counter() - start)"
+    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
 def main() -> None:
+    importing = statistics.median(imported() for _ in range(5))
     with World(SIZE) as world:
         world.run(all_reduce)
         warm = median(lambda: world.run(all_reduce), 200)
@@ -110,6 +118,7 @@ def main() -> None:
         "15 times",
     )
     row("a rank dies, error shown, next all_reduce done", f"{after_crash * 1e3:.1f} ms")
+    row("from lecture_lib import World, in a fresh process", f"{importing * 1e3:.0f} ms", "", "200 ms")
     row("World(64) ready", f"{ready:.2f} s", "", "1.5 s")
     row("private memory of each of the 64 after an all_reduce", f"{private:.1f} MiB", "", "12 MB")
 
