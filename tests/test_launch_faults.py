@@ -194,6 +194,57 @@ def test_a_rank_that_sleeps_or_computes_keeps_the_others_waiting(world):
     assert world.run(late) == ["done"] * 4
 
 
+def test_a_sleep_after_a_wait_and_a_thread_that_will_send_are_no_deadlocks(world):
+    sleep = time.sleep
+
+    def sleeps_after_wait():
+        if dist.get_rank() == 0:
+            dist.isend(torch.ones(1), 1).wait()
+            sleep(3)  # the last name with a dot before it was wait
+        if dist.get_rank() == 1:
+            dist.recv(torch.ones(1), 0)
+        dist.barrier()
+        return "done"
+
+    assert world.run(sleeps_after_wait) == ["done"] * 4
+
+    def a_thread_sends(returns):
+        def later():
+            time.sleep(3)
+            dist.send(torch.ones(1), 1)
+
+        if dist.get_rank() == 0:
+            threading.Thread(target=later).start()
+        if dist.get_rank() == 1:
+            dist.recv(torch.ones(1), 0)
+        if not returns:
+            dist.barrier()
+        return "done"
+
+    assert world.run(a_thread_sends, returns=False) == ["done"] * 4
+    assert world.run(a_thread_sends, returns=True) == ["done"] * 4
+
+
+def test_code_that_ends_the_process_group_leaves_a_world_that_works(world):
+    world.run(dist.destroy_process_group)
+    ready(world)
+    with pytest.raises(RankError):
+        world.run(lambda: dist.destroy_process_group() or 1 / 0)
+    ready(world)
+
+
+def test_an_exception_that_cannot_be_shown_is_an_error_like_any_other(world):
+    class Odd(Exception):
+        def __str__(self):
+            raise SystemExit
+
+    def fail():
+        raise Odd
+
+    with pytest.raises(RankError, match="Odd: .its message cannot be shown: SystemExit"):
+        world.run(fail)
+
+
 def test_slow_work_inside_torch_distributed_is_no_deadlock(world, tmp_path):
     def save():
         import torch.distributed.checkpoint as checkpoint

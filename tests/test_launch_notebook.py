@@ -74,6 +74,16 @@ def test_a_name_that_only_some_ranks_lack_comes_from_the_notebook_there(ranks):
     assert ranks.run("%%ranks\ny").text == by_rank("'notebook'", "'mine'", "'notebook'", "'notebook'")
 
 
+def test_names_of_the_notebook_shell_stay_there(ranks):
+    cell = ranks.run("%%ranks\nif rank == 1: exit(3)")
+    assert cell.evalue.startswith("rank 1 called sys.exit(3)") or "NameError" in cell.evalue
+
+
+def test_figures_of_a_cell_that_fails_do_not_appear_in_the_next(ranks):
+    ranks.run("%%ranks\nimport matplotlib.pyplot as plt\nplt.plot([1])\n1 / 0")
+    assert ranks.run("%%ranks\nprint(1)").text == by_rank(*"1111")
+
+
 def test_a_name_that_cannot_travel_is_named(ranks):
     ranks.run("import threading\nlock = threading.Lock()")
     cell = ranks.run("%%ranks\nwith lock: pass")

@@ -35,6 +35,7 @@ def ranks(line: str, cell: str) -> None:
         name: shell.user_ns[name]
         for name in names_used(body, last)
         if name in shell.user_ns
+        and not (name in shell.user_ns_hidden and shell.user_ns_hidden[name] is shell.user_ns[name])  # In, Out, exit
         and name not in world.owned
         and not (name in world.lent and world.lent[name] is shell.user_ns[name])
     }

@@ -22,7 +22,7 @@ class Process:
     ready: dict | None = None  # pid, device, ...; once it has set itself up
     failed: tuple[str, str] | None = None  # type and message of what prevented that
     outcome: tuple | None = None  # ("value", x) or ("error", {...}), once the run is over for this rank
-    started: int = 0  # operations of the default group it had begun by then
+    started: int | None = 0  # operations of the default group it had begun by then; None: it has ended the group
     report: dict | None = None  # its last answer to "what are you doing?"
     rested: bool = False  # the two last answers were the same
     words: bytes = b""  # what came through last_words

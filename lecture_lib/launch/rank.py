@@ -234,7 +234,10 @@ def _run(parts: list, namespace: dict) -> tuple:
         _show_open_figures()
         return "value", value
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: the rank goes on
-        return "error", _explain(error)
+        explanation = _explain(error)
+        with contextlib.suppress(Exception):
+            _show_open_figures()  # not in the next run
+        return "error", explanation
     finally:
         if _state["backend"] is None and dist.is_initialized():
             # Unchanged code may leave its process group behind, and would be refused a second one.
@@ -284,13 +287,14 @@ def _explain(error: BaseException) -> dict:
 def _message(error: BaseException) -> str:
     try:
         return "\n".join([str(error), *getattr(error, "__notes__", [])])
-    except Exception as broken:
+    except BaseException as broken:
         return f"(its message cannot be shown: {type(broken).__name__})"
 
 
 def _send_outcome(outcome: tuple) -> None:
     kind, value = outcome
-    started = watch.operations_started()
+    group_ended = _state["backend"] is not None and not dist.is_initialized()
+    started = None if group_ended else watch.operations_started()
     environ = _next_environ()
     try:
         return _send(kind, value, started, environ)

@@ -38,9 +38,15 @@ def is_persons(filename: str) -> bool:
 
 def report() -> dict:
     """What the main thread does: ``operation`` it waits in (or None), ``frames`` of the person's code, innermost last,
-    ``done``: operations of the default group that it has finished, ``cpu``: seconds of processor time so far."""
-    stack = list(traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident)))
-    return describe(stack) | {"cpu": time.process_time() - time.thread_time()}
+    ``done``: operations of the default group that it has finished, ``cpu``: seconds of processor time so far,
+    ``threads``: whether another thread is in the person's code, and so may yet do what the main thread waits for."""
+    stacks = {ident: list(traceback.walk_stack(frame)) for ident, frame in sys._current_frames().items()}
+    main = describe(stacks.pop(threading.main_thread().ident))
+    others = [describe(stack) for stack in stacks.values()]
+    return main | {
+        "cpu": time.process_time() - time.thread_time(),
+        "threads": any(other["frames"] and not other["operation"] for other in others),
+    }
 
 
 def describe(stack: list) -> dict:
@@ -84,18 +90,18 @@ def waiting_in(frames: list) -> str | None:
 
 
 def _calls_wait(frame) -> bool:
-    """Whether a frame stands at a call of something.wait() written in C, as the wait() of torch's Work is."""
+    """Whether a frame stands at a call of something.wait() in C, without arguments, as that of torch's Work is."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
         return False
-    name = None
+    before = None
     for instruction in dis.get_instructions(frame.f_code):
-        if instruction.offset > frame.f_lasti:
-            break
-        if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR"):
-            name = instruction.argval
-    return name == "wait"
+        if instruction.offset == frame.f_lasti:
+            return before is not None and before.argval == "wait" and before.opname in ("LOAD_METHOD", "LOAD_ATTR")
+        if instruction.opname not in ("PRECALL", "CACHE", "EXTENDED_ARG"):
+            before = instruction
+    return False
 
 
 def _describe(frame) -> str:

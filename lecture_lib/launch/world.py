@@ -206,7 +206,10 @@ class World:
                 process.begin(message)
             self._wait(screen)
             screen.finish()
-            return [process.outcome[1] for process in self._processes]
+            values = [process.outcome[1] for process in self._processes]
+            if any(process.started is None for process in self._processes):
+                self.restart()  # the code has ended the process group, as a script does; the next run needs a new one
+            return values
         except errors.RankError:
             raise
         except BaseException:  # an interrupt, above all: the ranks may be anywhere, so go on with fresh ones
@@ -240,8 +243,7 @@ class World:
             if stuck or now - progress > self.timeout:
                 self._replace(screen, errors.rank_timeout(self._processes, stuck, self.timeout))
             for process in self._processes:
-                if not process.outcome:
-                    process.ask()
+                process.ask()
 
     def _read(self, seconds: float) -> bool:
         """Take in what the ranks sent. Returns whether a rank printed or returned."""
@@ -259,7 +261,8 @@ class World:
         for process in self._processes:
             process.out_of_memory = process.status == -9 and memory_kills() > self._kills_before
         ended = all(process.finished for process in self._processes)
-        in_step = len({process.started for process in self._processes}) == 1
+        started = {process.started for process in self._processes}
+        in_step = len(started) == 1 and None not in started
         unsendable = all(process.error["unsendable"] for process in self._processes if process.error)
         if ended and (in_step or unsendable):  # no rank waits for another: a typo need not cost the ranks' variables
             screen.finish()
@@ -306,7 +309,8 @@ class Stillness:
         """Take in the ranks' last reports. Returns whether some rank has finished an operation since the last look."""
         waiting = [process for process in processes if not process.outcome]
         reports = [process.report for process in waiting]
-        if None in reports:
+        if None in reports or any(process.report and process.report["threads"] for process in processes):
+            self.seconds = 0.0
             return False
         now, cpu = time.monotonic(), sum(report["cpu"] for report in reports)
         places = [(p.rank, p.report["operation"], p.report["frames"], p.report["done"]) for p in waiting]
