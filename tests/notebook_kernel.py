@@ -1,6 +1,7 @@
 """A Jupyter kernel that tests drive as JupyterLab would: run a cell, see its outputs, interrupt, restart, kill."""
 
 import contextlib
+import os
 import time
 from dataclasses import dataclass, field
 
@@ -17,9 +18,9 @@ class Cell:
 
 
 class Kernel:
-    def __init__(self, cwd):
+    def __init__(self, cwd, **environ):
         self.manager = KernelManager()
-        self.manager.start_kernel(cwd=str(cwd))
+        self.manager.start_kernel(cwd=str(cwd), env={**os.environ, **environ})
         self.client = self.manager.blocking_client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)

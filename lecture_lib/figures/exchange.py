@@ -2,14 +2,14 @@
 
 A row is a rank. A cell has the colour of the rank that its number came from; a sum is white, with a stripe for each
 rank that is in it. An arrow has the colour of the rank that sends; it is thick if it carries a whole tensor and thin if
-it carries a piece. A dotted line is a piece that stays.
+it carries a piece. What stays where it is has no arrow.
 """
 
 from collections.abc import Callable, Sequence
 
 from . import collectives as c
-from .palette import FAINT, INK, rank_color, text_color
-from .svg import Figure, arrow, box, figure, label, n, plus, stays, tag
+from .palette import INK, WASH, rank_color, text_color
+from .svg import Figure, arrows, box, figure, label, n, plus, tag
 
 PAD, TAG, HEIGHT, PITCH = 16, 84, 52, 74
 THICK, THIN = 6, 3
@@ -33,12 +33,13 @@ def exchange(
 
     strokes = []
     for left, head, names in (
-        (lefts[0], "before", "to" if to else ""),
-        (lefts[-1], "after", "from" if source else ""),
+        (lefts[0], "before", "to rank" if to else ""),
+        (lefts[-1], "after", "from rank" if source else ""),
     ):
         strokes.append(label(left + places * cell / 2, 28, head, bold=True))
         if names:
-            strokes += [label(left + (i + 0.5) * cell, 66, f"{names} {i}") for i in range(places)]
+            strokes.append(label(left - 12, 64, names, anchor="end"))
+            strokes += [label(left + (i + 0.5) * cell, 64, i) for i in range(places)]
     strokes += [tag(PAD, y, TAG, f"rank {rank}", rank_color(rank)) for rank, y in enumerate(middles)]
     for state, left in zip(states, lefts):
         strokes += [
@@ -62,7 +63,7 @@ def held(element: c.Element | None, x: float, y: float, w: float) -> str:
     inset = 2
     x, y, w, h = x + inset, y, w - 2 * inset, HEIGHT
     if element is None:
-        return box(x, y, w, h, fill="none", stroke=FAINT, width=1.2, dash="3 5")
+        return box(x, y, w, h, fill=WASH, stroke=WASH)
     if len(element.ranks) == 1:
         fill = rank_color(element.ranks[0])
         return box(x, y, w, h, fill=fill, stroke=fill) + label(
@@ -83,47 +84,52 @@ def travels(step: Callable, state: c.State, x0: float, x1: float, middles: Seque
     To know what it moves, let it move elements that know nothing but where they are: the rank that holds them and their
     place.
     """
-    places = len(state[0])
-    where = [
+    here = [
         [element and c.Element(place, (rank,)) for place, element in enumerate(row)] for rank, row in enumerate(state)
     ]
-    arrived = step(where)
-    middle = sum(middles) / len(middles)
+    there = step(here)
+    added = any(element and len(element.ranks) > 1 for row in there for element in row)
+    return (to_a_sum if added else to_each_other)(there, x0, x1, middles)
+
+
+def to_a_sum(there: c.State, x0: float, x1: float, middles: Sequence[float]) -> list[str]:
+    """All send all they have to one place, drawn in the middle; from there the sums go out."""
+    x, y = (x0 + x1) / 2, sum(middles) / len(middles)
+    inward = [
+        arrows([(x0, middles[rank], x, y + port)], rank_color(rank), THICK, heads=False)
+        for rank, port in enumerate(spread(len(there), 9))
+    ]
+    loads = {rank: tuple(c.values(row)) for rank, row in enumerate(there) if c.values(row)}
+    tails = spread(len(loads), 9 if differ(loads) else 0)
+    outward = [(x, y + tail, x1, middles[rank]) for rank, tail in zip(loads, tails)]
+    return [*inward, arrows(outward, INK, thickness(loads, there)), plus(x, y)]
+
+
+def to_each_other(there: c.State, x0: float, x1: float, middles: Sequence[float]) -> list[str]:
+    """Arrows with different pieces leave side by side; arrows with copies of one piece fork from one point."""
+    sent: dict[int, dict[int, tuple]] = {}  # from rank: {to rank: places}
+    heard: dict[int, list[int]] = {}  # to rank: from ranks
+    for target, row in enumerate(there):
+        for source in sorted({element.ranks[0] for element in row if element} - {target}):
+            places = tuple(element.value for element in row if element and element.ranks[0] == source)
+            sent.setdefault(source, {})[target] = places
+            heard.setdefault(target, []).append(source)
     strokes = []
-
-    if any(element and len(element.ranks) > 1 for row in arrived for element in row):
-        cx, r = x0 + 0.56 * (x1 - x0), 26 if x1 - x0 > 200 else 20
-        ports = spread(len(state), 0.42 * r)
-        for rank, port in enumerate(ports):
-            strokes.append(
-                arrow(x0, middles[rank], cx - (r * r - port * port) ** 0.5 - 3, middle + port, rank_color(rank), THICK)
-            )
-        loads = {rank: tuple(c.values(row)) for rank, row in enumerate(arrived) if c.values(row)}
-        tails = dict(zip(loads, spread(len(loads), 11 if len(set(loads.values())) > 1 else 0)))
-        for rank, load in loads.items():
-            strokes.append(
-                arrow(cx + r, middle + tails[rank], x1, middles[rank], INK, THICK if len(load) == places else THIN)
-            )
-        return strokes + [plus(cx, middle, r)]
-
-    loads = {}  # (from, to): what travels
-    for target, row in enumerate(arrived):
-        for element in row:
-            if element:
-                loads.setdefault((element.ranks[0], target), []).append(element.value)
-    for source in range(len(state)):
-        sent = {target: load for (s, target), load in loads.items() if s == source}
-        same = len({tuple(load) for load in sent.values()}) == 1
-        tails = dict(zip(sent, spread(len(sent), 0 if same else 12)))
-        for target, load in sent.items():
-            sources = [s for s, t in loads if t == target]
-            head = dict(zip(sources, spread(len(sources), 12)))[source]
-            y0, y1 = middles[source] + tails[target], middles[target] + head
-            if source == target:
-                strokes.insert(0, stays(x0 + 4, x1 - 4, middles[source]))
-            else:
-                strokes.append(arrow(x0, y0, x1, y1, rank_color(source), THICK if len(load) == places else THIN))
+    for source, loads in sorted(sent.items()):
+        ends = []
+        for target, tail in zip(loads, spread(len(loads), 13 if differ(loads) else 0)):
+            head = spread(len(heard[target]), 13)[heard[target].index(source)]
+            ends.append((x0, middles[source] + tail, x1, middles[target] + head))
+        strokes.append(arrows(ends, rank_color(source), thickness(loads, there)))
     return strokes
+
+
+def differ(loads: dict[int, tuple]) -> bool:
+    return len(set(loads.values())) > 1
+
+
+def thickness(loads: dict[int, tuple], state: c.State) -> int:
+    return THICK if all(len(load) == len(state[0]) for load in loads.values()) else THIN
 
 
 def spread(count: int, distance: float) -> list[float]:

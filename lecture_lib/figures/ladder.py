@@ -2,7 +2,7 @@
 
 import math
 
-from .palette import INK
+from .palette import FAINT, INK, PAPER
 from .svg import Figure, box, figure, label, line
 
 # Bytes per second into one H100 SXM, one direction.
@@ -12,10 +12,10 @@ NVLINK = 450e9  # the same, which says 900 GB/s for both directions
 NETWORK = 400e9 / 8  # one 400 Gbit/s adapter per GPU, as in NVIDIA's DGX H100 datasheet
 
 STEPS = (
-    ("shared memory and L1", SHARED, "1: tile and fuse", "#56B4E9"),
-    ("HBM, the GPU's memory", HBM, "1: count the bytes", "#0072B2"),
-    ("NVLink, GPUs of one node", NVLINK, "2 to 5: shard", "#E69F00"),
-    ("network, other nodes", NETWORK, "4, 6, 8: replicate, pipeline", "#D55E00"),
+    ("shared memory and L1", SHARED, "1: tile and fuse"),
+    ("HBM, the GPU's memory", HBM, "1: count the bytes"),
+    ("NVLink, GPUs of one node", NVLINK, "2 to 5: shard"),
+    ("network, other nodes", NETWORK, "4, 6, 8: replicate, pipeline"),
 )
 PAD, LEFT, DECADE, PITCH, HEIGHT, FROM = 16, 280, 84, 58, 36, 1e-5
 
@@ -32,13 +32,13 @@ def ladder(name: str) -> Figure:
         strokes.append(line([(x, 50), (x, top + PITCH * len(STEPS) - 14)], color="#D0D0D0", width=1.2))
         strokes.append(label(x, top + PITCH * len(STEPS) + 6, _time(FROM * 10**decade)))
     words = []
-    for i, (place, rate, chapters, color) in enumerate(STEPS):
+    for i, (place, rate, chapters) in enumerate(STEPS):
         seconds, y = 1e9 / rate, top + PITCH * i + HEIGHT / 2
         width = DECADE * math.log10(seconds / FROM)
         strokes += [
             label(PAD, y, place, anchor="start"),
-            box(LEFT, y - HEIGHT / 2, width, HEIGHT, fill=color, stroke=color),
-            box(LEFT + width + 6, y - 14, 78, 28, fill="#FFFFFF", stroke="#FFFFFF"),
+            box(LEFT, y - HEIGHT / 2, width, HEIGHT, fill=FAINT, stroke=FAINT),
+            box(LEFT + width + 6, y - 14, 78, 28, fill=PAPER, stroke=PAPER),
             label(LEFT + width + 10, y, _time(seconds), anchor="start", bold=True, color=INK),
             label(640, y, chapters, anchor="start"),
         ]

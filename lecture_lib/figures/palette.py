@@ -2,7 +2,7 @@
 
 The colours are those of Okabe and Ito, "Color Universal Design" (2008), https://jfly.uni-koeln.de/color/ , chosen so
 that people with any common form of colour blindness can tell them apart. The order is ours: the first four have a
-contrast of about 3 to 1 or more with white paper, so that an arrow in the colour of its rank can be seen from the back
+contrast of at least 3 to 1 with white paper, so that an arrow in the colour of its rank can be seen from the back
 of a room. Colour is never the only sign: every row and cell is also labelled.
 """
 
@@ -17,9 +17,9 @@ PALETTE = (
     "#000000",  # rank 7, black
 )
 
-INK = "#1A1A1A"  # text, outlines, and sums: what belongs to no single rank
-FAINT = "#8A8A8A"  # blank places and lines in the background
-WASH = "#F2F2F2"  # the fill of things that hold no data
+INK = "#000000"  # text, outlines, and sums: what belongs to no single rank
+FAINT = "#8A8A8A"  # lines in the background
+WASH = "#EEEEEE"  # the fill of what holds no data
 PAPER = "#FFFFFF"
 
 

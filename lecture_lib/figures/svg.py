@@ -7,7 +7,7 @@ find it; every label has room to spare, because each machine brings its own font
 from dataclasses import dataclass
 from html import escape
 
-from .palette import FAINT, INK, PAPER, text_color
+from .palette import INK, PAPER, text_color
 
 SANS = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 MONO = "Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', monospace"
@@ -82,27 +82,25 @@ def line(points, *, color=INK, width=2.0, dash="") -> str:
     return f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{n(width)}"{dashed}/>'
 
 
-def stays(x0, x1, y) -> str:
-    """What a rank keeps: a dotted line, for nothing travels."""
-    return line([(x0, y), (x1, y)], color=FAINT, width=3, dash="1 7").replace(
-        "<polyline", '<polyline stroke-linecap="round"'
-    )
+def arrows(ends, color, width=3.0, *, heads=True) -> str:
+    """Arrows from one sender, left to right in soft curves: (x0, y0, x1, y1) for each.
 
-
-def arrow(x0, y0, x1, y1, color, width=3.0) -> str:
-    """From left to right in a soft curve, on a white edge that keeps crossing arrows apart."""
-    length, half = 7 + 2.2 * width, 3 + 1.3 * width
-    bend = 0.45 * (x1 - x0)
-    curve = f"M{n(x0)} {n(y0)}C{n(x0 + bend)} {n(y0)} {n(x1 - length - bend)} {n(y1)} {n(x1 - length + 1)} {n(y1)}"
-    head = f"M{n(x1)} {n(y1)}l{n(-length)} {n(-half)}v{n(2 * half)}z"
+    A white edge keeps them apart from arrows that they cross, but not from each other: they may fork from one point.
+    """
+    length, half = (6 + 2.2 * width, 3 + 1.3 * width) if heads else (0, 0)
+    curve = points = ""
+    for x0, y0, x1, y1 in ends:
+        stop = x1 - length + bool(heads)  # the line ends a little inside the head
+        bend = 0.5 * (stop - x0)
+        curve += f"M{n(x0)} {n(y0)}C{n(x0 + bend)} {n(y0)} {n(stop - bend)} {n(y1)} {n(stop)} {n(y1)}"
+        points += f"M{n(x1)} {n(y1)}l{n(-length)} {n(-half)}v{n(2 * half)}z"
     return (
-        f'<path d="{curve}" fill="none" stroke="{PAPER}" stroke-width="{n(width + 3)}"/>'
+        f'<path d="{curve}" fill="none" stroke="{PAPER}" stroke-width="{n(width + 4)}"/>'
         f'<path d="{curve}" fill="none" stroke="{color}" stroke-width="{n(width)}"/>'
-        f'<path d="{head}" fill="{color}"/>'
-    )
+    ) + (f'<path d="{points}" fill="{color}"/>' if heads else "")
 
 
-def plus(x, y, radius=22) -> str:
+def plus(x, y, radius=23) -> str:
     """The place where a sum is made."""
     arm = 0.5 * radius
     return (
