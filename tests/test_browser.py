@@ -32,7 +32,7 @@ BROWSER_OPTIONS = [
 # The deck looks for the toolbar that it has just hidden. Nothing comes of it.
 HARMLESS = "Cannot read properties of null (reading 'observe')"
 
-expect.set_options(timeout=30_000)
+expect.set_options(timeout=60_000)
 pytestmark = [
     pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on the PATH"),
     pytest.mark.timeout(180),
@@ -109,16 +109,22 @@ def browser():
 
 
 @pytest.fixture
-def page(browser):
-    """A page that passes only if nothing went wrong on it and it asked no other machine for anything."""
-    page = browser.new_page(viewport={"width": 1280, "height": 720})
-    page.set_default_timeout(30_000)
-    troubles = []
-    page.on("pageerror", lambda error: troubles.append(str(error)))
-    page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
-    page.on("request", lambda request: troubles.append(request.url) if is_elsewhere(request.url) else None)
-    yield page
-    page.close()
+def new_page(browser):
+    """Opens pages. The test passes only if nothing went wrong on them and they asked no other machine for anything."""
+    pages, troubles = [], []
+
+    def watched() -> Page:
+        page = browser.new_page(viewport={"width": 1280, "height": 720})
+        page.set_default_timeout(60_000)
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
+        page.on("request", lambda request: troubles.append(request.url) if is_elsewhere(request.url) else None)
+        pages.append(page)
+        return page
+
+    yield watched
+    for page in pages:
+        page.close()
     assert [trouble for trouble in troubles if trouble != HARMLESS] == []
 
 
@@ -142,14 +148,20 @@ def code_cells(path: Path) -> list:
 # ---- the tests -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["00_start_here", "02_collectives"])
-def test_run_all_cells(page, lab, course, name):
-    path = course / "notebooks" / f"{name}.ipynb"
-    open_notebook(page, lab, name)
-    kernel = page.locator(".jp-StatusBar-TextItem", has_text=re.compile(r"\(ipykernel\) \| Idle"))
-    expect(kernel).to_be_visible()  # before that, Run All would be lost
-    choose(page, "Run", "runmenu:run-all")
+def test_run_all_cells(new_page, lab, course):
+    """Of both notebooks at the same time, each with a kernel and a world of its own."""
+    pages = {name: new_page() for name in ("00_start_here", "02_collectives")}
+    for name, page in pages.items():
+        open_notebook(page, lab, name)
+    for page in pages.values():
+        kernel = page.locator(".jp-StatusBar-TextItem", has_text=re.compile(r"\(ipykernel\) \| Idle"))
+        expect(kernel).to_be_visible()  # before that, Run All would be lost
+        choose(page, "Run", "runmenu:run-all")
+    for name, page in pages.items():
+        check_that_all_ran(page, course / "notebooks" / f"{name}.ipynb")
 
+
+def check_that_all_ran(page: Page, path: Path) -> None:
     prompts = [re.compile(rf"\[{count}\]") for count in range(1, len(code_cells(path)) + 1)]
     expect(page.locator(".jp-Notebook .jp-CodeCell .jp-InputArea-prompt")).to_have_text(prompts, timeout=90_000)
     page.wait_for_function("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
@@ -162,7 +174,8 @@ def test_run_all_cells(page, lab, course, name):
     assert failed == ["raises-exception" in cell.metadata.get("tags", []) for cell in code_cells(path)]
 
 
-def test_present_and_run_a_cell_on_its_slide(slides, page, course):
+def test_present_and_run_a_cell_on_its_slide(slides, new_page, course):
+    page = new_page()
     open_notebook(page, slides, "00_start_here")
     page.wait_for_selector("body[data-jp-deck-mode='presenting']", state="attached")
     on_slide = page.locator(".jp-Deck .jp-Cell.jp-deck-mod-visible")

@@ -233,6 +233,27 @@ def test_code_that_ends_the_process_group_leaves_a_world_that_works(world):
     ready(world)
 
 
+def test_a_process_that_the_code_forks_does_not_become_a_second_rank(world):
+    def forks():
+        pid = os.fork()
+        return "parent" if pid else "child"
+
+    assert world.run(forks) == ["parent"] * 4
+    for i in range(4):
+        assert world.run(lambda i: i, i) == [i] * 4
+
+
+def test_output_that_cannot_be_shown_costs_the_ranks_but_mixes_no_results(world, monkeypatch):
+    def refuse(*_, **__):
+        raise UnicodeEncodeError("ascii", "x", 0, 1, "for the test")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("builtins.print", refuse)
+        with pytest.raises(UnicodeEncodeError):
+            world.run(lambda: os.write(1, b"x") and time.sleep(1) or "old")
+    assert world.run(lambda: "new") == ["new"] * 4
+
+
 def test_an_exception_that_cannot_be_shown_is_an_error_like_any_other(world):
     class Odd(Exception):
         def __str__(self):

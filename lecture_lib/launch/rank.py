@@ -71,10 +71,12 @@ def _live(tasks: int, control: int, output: int, last_words: int, folder: str) -
     except Exception as error:
         _send("failed", type(error).__name__, str(error))
         return
-    namespace = _namespace()
+    namespace, me = _namespace(), os.getpid()
     while True:
         parts = wire.read(_tasks)
         outcome = _run(parts, namespace)
+        if os.getpid() != me:
+            os._exit(0)  # a child that the person's code forked; the sockets are the rank's, not its
         sys.stdout.flush()
         sys.stderr.flush()
         libc.fflush(None)

@@ -213,8 +213,10 @@ class World:
         except errors.RankError:
             raise
         except BaseException:  # an interrupt, above all: the ranks may be anywhere, so go on with fresh ones
-            screen.finish()
-            self.restart()
+            try:
+                screen.finish()
+            finally:
+                self.restart()
             raise
         finally:
             for process in self._processes:
@@ -293,8 +295,10 @@ class World:
     def _replace(self, screen: Screen, error: errors.RankError) -> None:
         for process in self._processes:
             process.drain()
-        screen.finish()
-        self.restart()
+        try:
+            screen.finish()
+        finally:
+            self.restart()
         raise error
 
 
