@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import cloudpickle
 import psutil
 import pytest
 import torch
@@ -126,6 +127,16 @@ def receives_in_a_group():
         dist.recv(torch.ones(4), src=3, group=pair)
 
 
+def makes_a_group_alone():
+    if dist.get_rank() != 0:
+        dist.new_group([0, 1, 2, 3])
+
+
+def one_peer_is_gone():
+    if dist.get_rank() == 1:
+        dist.recv(torch.ones(4), src=2)
+
+
 @pytest.mark.parametrize(
     "fault, says, waited",
     [
@@ -134,7 +145,13 @@ def receives_in_a_group():
         (waits_for_work, "Rank 2 returned without", "wait() for an asynchronous operation"),
         (all_send, "Every rank sends and none receives", "send of float32[4] to rank 2"),
         (waits_in_backward, "Rank 2 returned without", "backward"),
-        (receives_in_a_group, "Ranks 0, 2 and 3 returned", "recv of float32[4] from rank 3 in group [1, 3]"),
+        (makes_a_group_alone, "Rank 0 returned without the operation", "new_group, after 0 finished operations,"),
+        (one_peer_is_gone, "Rank 2 returned without the send that rank 1 waited for", "recv of float32[4] from rank 2"),
+        (
+            receives_in_a_group,
+            "Rank 3 returned without the send that rank 1 waited for",
+            "recv of float32[4] from rank 3 in group [1, 3]",
+        ),
     ],
 )
 def test_a_deadlock_does_not_wait_for_the_timeout(world, fault, says, waited):
@@ -161,6 +178,71 @@ def test_shapes_that_differ_end_the_run_with_an_explanation(world, elements):
     assert time.monotonic() - start < 10
     assert "size" in str(error.value) and f"float32[{elements}]" in str(error.value) and HERE in str(error.value)
     ready(world)
+
+
+def begins_alone():
+    if dist.get_rank() == 2:
+        dist.all_reduce(torch.ones(4), async_op=True)
+
+
+def begins_in_a_group():
+    pair = dist.new_group([1, 3])
+    if dist.get_rank() == 1:
+        dist.all_reduce(torch.ones(4), async_op=True, group=pair)
+
+
+def sends_to_nobody():
+    if dist.get_rank() == 0:
+        dist.isend(torch.ones(4), 1)
+
+
+@pytest.mark.parametrize(
+    "fault, says",
+    [
+        (
+            begins_alone,
+            "rank 2 returned, and has begun an operation that cannot end, because another rank of its group",
+        ),
+        (begins_in_a_group, "has not begun it: all_reduce of [4]"),
+        (sends_to_nobody, "a send or a receive that the ranks have begun has no counterpart"),
+    ],
+)
+def test_what_a_run_begins_and_leaves_does_not_meet_the_next_run(world, fault, says):
+    with pytest.raises(RankError, match=re.escape(says)):
+        world.run(fault)
+    assert world.run(sum_of_ranks) == [6.0] * 4
+
+
+def sum_of_ranks():
+    x = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(x)
+    return x.item()
+
+
+def test_messages_and_unwaited_operations_of_all_ranks_are_no_fault(world):
+    def talks():
+        if dist.get_rank() < 2:
+            peer = 1 - dist.get_rank()
+            works = [dist.isend(torch.ones(1), peer), dist.irecv(torch.ones(1), peer)]
+            [work.wait() for work in works]
+        dist.monitored_barrier()
+        everything = [None] * 4
+        dist.all_gather_object(everything, dist.get_rank())
+        dist.all_reduce(torch.ones(1 << 22), async_op=True)
+
+    pids = world.pids
+    for _ in range(3):
+        world.run(talks)
+    assert world.run(sum_of_ranks) == [6.0] * 4 and world.pids == pids
+
+
+def test_a_large_world_says_the_same_of_many_ranks_once():
+    with World(12) as large:
+        cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        with pytest.raises(RankError) as error:
+            large.run(raises)
+        lines = str(error.value).splitlines()
+        assert len(lines) == 5 and lines[3].startswith("ranks 0, 1 and 3 to 11 waited in all_reduce")
 
 
 def test_a_rank_that_never_returns_meets_the_timeout():

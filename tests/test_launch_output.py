@@ -160,3 +160,23 @@ def test_the_cut_is_the_same_however_the_bytes_arrive_and_counts_exactly(lengths
         cut = int(note[2].replace(",", ""))
         assert len(whole.text()) - len(note[0]) + cut == len(stream)
         assert whole.text().count("\n") - 1 + int(note[1].replace(",", "")) == stream.count(b"\n")
+
+
+def test_closing_standard_output_costs_no_rank(world, capfd):
+    import sys
+
+    def closes():
+        sys.stdout.close()
+        sys.stderr = None
+
+    pids = world.pids
+    world.run(closes)
+    world.run(lambda: print("still here"))
+    assert capfd.readouterr().out == "".join(f"rank {r} | still here\n" for r in range(4)) and world.pids == pids
+
+
+def test_plain_objects_are_displayed_once_and_what_is_shown_cannot_be_changed(world, capfd):
+    world.run(lambda: display(2))  # noqa: F821
+    assert capfd.readouterr().out == "".join(f"rank {r} | 2\n" for r in range(4))
+    with pytest.raises(RankError, match="what a rank has shown cannot be changed or cleared"):
+        world.run(lambda: display(2, display_id="x"))  # noqa: F821

@@ -181,6 +181,44 @@ def test_what_cannot_come_back_is_named_and_the_world_stays(world):
     assert world.pids == pids and world.run(lambda: 1) == [1] * 4
 
 
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    x: int
+
+
+def test_instances_with_slots_come_back(world):
+    out = world.run(lambda: Slotted(dist.get_rank()))
+    assert out == [Slotted(i) for i in range(4)] and type(out[0]) is Slotted
+
+
+class NeedsTwo(Exception):
+    def __init__(self, a, b):
+        super().__init__(a)
+
+
+def test_a_result_that_cannot_be_rebuilt_names_rank_and_type_and_costs_nothing(world):
+    def makes():
+        return NeedsTwo(1, 2) if dist.get_rank() == 2 else None
+
+    pids = world.pids
+    with pytest.raises(
+        RankError, match="rank 2 returned an object of type NeedsTwo, which the notebook cannot rebuild"
+    ):
+        world.run(makes)
+    with pytest.raises(RankError, match="cannot rebuild .EOFError"):
+        world.run(lambda: RaisesWhenRead())
+    assert world.pids == pids and world.run(dist.get_rank) == [0, 1, 2, 3]
+
+
+class RaisesWhenRead:
+    def __reduce__(self):
+        return _raise_eof, ()
+
+
+def _raise_eof():
+    raise EOFError("no more")
+
+
 def test_what_cannot_be_sent_is_named(world):
     lock = threading.Lock()
 

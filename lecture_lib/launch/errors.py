@@ -6,11 +6,13 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections import Counter
 
 from lecture_lib.launch import wire
 
 LONGEST_TRACEBACK = 8  # of the person's own lines
+MOST_LINES = 8  # in a larger world, ranks of which the same can be said share a line
 FRESH = "The ranks were replaced by fresh ones. Variables of earlier %%ranks cells are gone: run those cells again."
 
 _KILLED = {
@@ -36,6 +38,12 @@ class RankError(RuntimeError):
 
 class RankTimeout(RankError):
     """Ranks wait for something that cannot come, or nothing happened for ``World.timeout`` seconds."""
+
+
+def brief(error: BaseException) -> BaseException:
+    """The error, of which a notebook shows its message and not our frames."""
+    error._render_traceback_ = lambda: traceback.format_exception_only(error)
+    return error
 
 
 def ipython():
@@ -79,21 +87,21 @@ def _traceback(frames) -> str:
 
 
 def state(process) -> str:
-    """One line: what a rank that is not at fault was doing."""
+    """What a rank that is not at fault was doing: "waited in barrier, after 2 finished operations, at Cell ..."."""
     report = process.report or {"operation": None, "frames": [], "done": 0}
     if process.status is not None:
-        return f"rank {process.rank} {_how_it_ended(process)}"
+        return _how_it_ended(process)
     if process.error and not process.error["lost"]:
-        return f"rank {process.rank} {_what_it_raised(process.error)}{_at(process.error['frames'])}"
+        return f"{_what_it_raised(process.error)}{_at(process.error['frames'])}"
     if process.error:  # it lost its connection to a rank that is gone: what matters is where it waited
         report = process.error
     elif process.outcome:
-        return f"rank {process.rank} returned"
+        return "returned"
     if report["operation"]:
         done = report["done"]
         finished = f"after {done} finished operation{'s' * (done != 1)}"
-        return f"rank {process.rank} waited in {report['operation']}, {finished},{_at(report['frames'])}"
-    return f"rank {process.rank} was running{_at(report['frames'])}"
+        return f"waited in {report['operation']}, {finished},{_at(report['frames'])}"
+    return f"was running{_at(report['frames'])}"
 
 
 def _what_it_raised(error: dict) -> str:
@@ -153,12 +161,76 @@ def rank_error(processes: list, replaced: bool) -> RankError:
     else:
         message = f"rank {culprit.rank} {_what_it_raised(culprit.error)}{_traceback(culprit.error['frames'])}"
         exception = _unpacked(culprit.error["exception"])
-    others = [
-        f"rank {p.rank} raised the same" if _same(p.error, culprit.error) else state(p)
-        for p in processes
-        if p is not culprit
-    ]
-    return RankError("\n".join([message, *others, *([FRESH] if replaced else [])]), culprit.rank, exception)
+    others = {
+        p.rank: "raised the same" if _same(p.error, culprit.error) else state(p) for p in processes if p is not culprit
+    }
+    return RankError("\n".join([message, *_lines(others), *([FRESH] if replaced else [])]), culprit.rank, exception)
+
+
+def _lines(states: dict[int, str]) -> list[str]:
+    """ "rank 1 returned", a line each; of many ranks, "ranks 0 to 6 and 8 returned"."""
+    if len(states) <= MOST_LINES:
+        return [f"rank {rank} {text}" for rank, text in states.items()]
+    same: dict[str, list[int]] = {}
+    for rank, text in states.items():
+        same.setdefault(text, []).append(rank)
+    return [f"{_ranks(ranks).lower()} {text}" for text, ranks in same.items()]
+
+
+def unsendable(place: str, culprit, reason: Exception) -> dict:
+    """What to say of a result that cannot be pickled; ``culprit`` is the part at fault, ``place`` where it is."""
+    what = f"returned {place} of type {type(culprit).__name__}, which cannot be sent to the notebook"
+    return _about_result(f"{what}: {reason}", reason)
+
+
+def unreadable(what: str, reason: Exception) -> dict:
+    """What to say of a result that can be pickled and not unpickled."""
+    return _about_result(
+        f"returned an object of type {what}, which the notebook cannot rebuild ({type(reason).__name__}: {reason})",
+        reason,
+    )
+
+
+def _about_result(message: str, reason: Exception) -> dict:
+    return {
+        "operation": None,
+        "needs": None,
+        "frames": [],
+        "done": 0,
+        "type": type(reason).__name__,
+        "message": message,
+        "exit": None,
+        "lost": False,
+        "exception": None,
+        "unsendable": True,
+    }
+
+
+def left_behind(processes: list, started_before: int, in_cell: bool) -> RankError | None:
+    """The error for a run in which all ranks returned, but one began an operation that others did not: it would meet
+    an operation of the next run. ``started_before``: operations that all ranks together had begun before this run."""
+    odd = next((p for p in processes if p.left["unfinished"]), None)
+    started = sum(p.started for p in processes)
+    even_world = len(processes) % 2 == 0
+    if odd:
+        message = (
+            f"rank {odd.rank} returned, and has begun an operation that cannot end, because another rank of its group "
+            f"has not begun it: {odd.left['unfinished']}. All ranks must call the same, and wait() for what they "
+            "called with async_op=True."
+        )
+    elif (
+        # A collective counts once on each of an even number of ranks, a send once, and once where it is received.
+        (even_world and started % 2 and (started - started_before) % 2)
+        # ... unless a thread is about to send, or the next cell.
+        and not (in_cell or any(p.left["threads"] for p in processes))
+    ):
+        message = (
+            "a send or a receive that the ranks have begun has no counterpart. wait() for what dist.isend and "
+            "dist.irecv return, and the rank that waits in vain is named."
+        )
+    else:
+        return None
+    return RankError(f"{message}\n{FRESH}", odd and odd.rank)
 
 
 def _same(error: dict | None, other: dict | None) -> bool:
@@ -195,20 +267,34 @@ def rank_timeout(processes: list, stuck: bool, timeout: float) -> RankTimeout:
     else:
         message = f"nothing happened for {timeout:g} seconds, which is this World's timeout."
     culprits, advice = _diagnosis(processes)
-    lines = [message, *(state(p) for p in processes), *([advice] if advice else []), FRESH]
+    states = {p.rank: state(p) for p in processes}
+    lines = [message, *_lines(states), *([advice] if advice else []), FRESH]
     return RankTimeout("\n".join(lines), culprits[0] if culprits else None)
 
 
 def _diagnosis(processes: list) -> tuple[list[int], str]:
     """Which ranks are at odds with the rest, and a sentence that says how."""
-    waits = {p.rank: p.report["operation"] for p in processes if not p.outcome and p.report and p.report["operation"]}
-    names = {rank: operation.split()[0] for rank, operation in waits.items()}
-    returned = [p.rank for p in processes if p.outcome]
+    waiting = [p for p in processes if not p.outcome and p.report and p.report["operation"]]
+    waits = {p.rank: p.report["operation"] for p in waiting}
+    everyone = [p.rank for p in processes]
+    needed = {rank for p in waiting for rank in (p.report["needs"] or everyone) if rank not in waits}
+    returned = [p.rank for p in processes if p.outcome and p.rank in needed]
     running = [p.rank for p in processes if not p.outcome and p.rank not in waits]
-    if running:
+    if running and (needed & set(running) or not returned):
         return running, f"{_ranks(running)} neither returned nor joined the others: look for a loop or a sleep there."
-    waiting = [p for p in processes if p.rank in waits]
-    if returned and {p.started for p in processes if p.outcome} == {p.report["done"] + 1 for p in waiting}:
+    names = {operation.split()[0] for operation in waits.values()}
+    if not needed and names <= {"send"}:
+        return [], "Every rank sends and none receives: let some receive first, or use dist.batch_isend_irecv."
+    if not needed and names <= {"recv"}:
+        return [], "Every rank receives and none sends: somebody must send first."
+    if returned and names <= {"send", "recv"}:
+        missing = "receive" if names == {"send"} else "send" if names == {"recv"} else "send or receive"
+        return (
+            returned,
+            f"{_ranks(returned)} returned without the {missing} that {_ranks(list(waits)).lower()} waited for.",
+        )
+    in_all = all(p.report["needs"] is None and names.isdisjoint({"new_group", "send", "recv"}) for p in waiting)
+    if returned and in_all and {p.started for p in processes if p.outcome} == {p.report["done"] + 1 for p in waiting}:
         return list(waits), (
             "All ranks called the same number of operations, and the last one ended on "
             f"{_ranks(returned).lower()} only: the ranks brought tensors of different sizes, "
@@ -219,11 +305,6 @@ def _diagnosis(processes: list) -> tuple[list[int], str]:
             f"{_ranks(returned)} returned without the operation that the others wait in: all ranks of a group must "
             "call the same operations in the same order."
         )
-    kinds = set(names.values())
-    if kinds <= {"send", "isend"}:
-        return [], "Every rank sends and none receives: let some receive first, or use dist.batch_isend_irecv."
-    if kinds <= {"recv", "irecv"}:
-        return [], "Every rank receives and none sends: somebody must send first."
     usual = Counter(waits.values()).most_common(1)[0]
     odd = [rank for rank, operation in waits.items() if operation != usual[0]]
     if not odd or usual[1] == 1:
@@ -235,6 +316,16 @@ def _diagnosis(processes: list) -> tuple[list[int], str]:
 
 
 def _ranks(ranks: list[int]) -> str:
+    """ "Rank 3", "Ranks 0, 2 and 3", "Ranks 0 to 7 and 9"."""
     if len(ranks) == 1:
         return f"Rank {ranks[0]}"
-    return f"Ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    words = []
+    for span in spans:
+        words += [f"{span[0]} to {span[-1]}"] if len(span) > 2 else map(str, span)
+    return f"Ranks {', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else f"Ranks {words[0]}"

@@ -6,7 +6,7 @@ import signal
 import socket
 from dataclasses import dataclass
 
-from lecture_lib.launch import wire
+from lecture_lib.launch import errors, wire
 from lecture_lib.launch.transcript import Transcript
 
 
@@ -23,6 +23,7 @@ class Process:
     failed: tuple[str, str] | None = None  # type and message of what prevented that
     outcome: tuple | None = None  # ("value", x) or ("error", {...}), once the run is over for this rank
     started: int | None = 0  # operations of the default group it had begun by then; None: it has ended the group
+    left: dict | None = None  # what goes on in it after a run: see watch.left_behind
     report: dict | None = None  # its last answer to "what are you doing?"
     rested: bool = False  # the two last answers were the same
     words: bytes = b""  # what came through last_words
@@ -63,7 +64,8 @@ class Process:
     # ---- what arrives, by descriptor; each raises EOFError or OSError when nothing more will -------------------------
 
     def on_tasks(self) -> None:
-        kind, *rest = wire.unpack(wire.read(self.tasks))
+        parts = wire.read(self.tasks)
+        kind, *rest = wire.unpack(parts[:1])
         if kind == "ready":
             self.ready = rest[0]
         elif kind == "failed":
@@ -71,9 +73,11 @@ class Process:
         elif kind == "display":
             self.transcript.displays.append(tuple(rest))
         else:
-            value, self.started, environ = rest
-            self.ready["environ"] = environ
-            self.outcome = kind, value
+            what, self.started, self.left, self.ready["environ"] = rest
+            try:
+                self.outcome = kind, wire.unpack(parts[1:])
+            except Exception as error:  # it can be pickled, and then not be unpickled
+                self.outcome = "error", errors.unreadable(what, error)
 
     def on_control(self) -> None:
         report = wire.unpack(wire.read(self.control))

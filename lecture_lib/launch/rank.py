@@ -12,6 +12,7 @@ import io
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -22,7 +23,7 @@ import types
 import torch
 import torch.distributed as dist
 
-from lecture_lib.launch import transcript, watch, wire
+from lecture_lib.launch import errors, transcript, watch, wire
 from lecture_lib.launch.devices import choose
 
 NO_KEYBOARD = (
@@ -77,6 +78,7 @@ def _live(tasks: int, control: int, output: int, last_words: int, folder: str) -
         outcome = _run(parts, namespace)
         if os.getpid() != me:
             os._exit(0)  # a child that the person's code forked; the sockets are the rank's, not its
+        _open_streams()
         sys.stdout.flush()
         sys.stderr.flush()
         libc.fflush(None)
@@ -85,10 +87,10 @@ def _live(tasks: int, control: int, output: int, last_words: int, folder: str) -
         del outcome, parts  # a result of 3 GB must not live until the next run
 
 
-def _send(*message) -> None:
-    parts = wire.pack(message)
+def _send(*message, parts: list = ()) -> None:
+    """A message, and the parts of an object that the notebook unpacks after it has read the message."""
     with _tasks_lock:
-        wire.write(_tasks, parts)
+        wire.write(_tasks, [pickle.dumps(message), *parts])
 
 
 # ---- set-up ----------------------------------------------------------------------------------------------------------
@@ -112,14 +114,22 @@ def _redirect_output(output: int):
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
+    sys.stdout = sys.stderr = None
+    _open_streams()
     sys.stdin = _NoKeyboard()
     sys.breakpointhook = sys.stdin.readline
     libc = ctypes.CDLL(None)
     c_stdout = ctypes.c_void_p.in_dll(libc, "__stdoutp" if sys.platform == "darwin" else "stdout")
     libc.setvbuf(c_stdout, None, 1, 0)  # 1: by line, so that C and Python keep their order
     return libc
+
+
+def _open_streams() -> None:
+    """Standard output and error, again where the person's code has closed one or set it to None."""
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(getattr(sys, name), "closed", True):
+            stream = open(fd, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
+            setattr(sys, name, stream)
 
 
 class _NoKeyboard(io.TextIOBase):
@@ -297,21 +307,14 @@ def _send_outcome(outcome: tuple) -> None:
     kind, value = outcome
     group_ended = _state["backend"] is not None and not dist.is_initialized()
     started = None if group_ended else watch.operations_started()
-    environ = _next_environ()
+    left = watch.left_behind() if kind == "value" else None
     try:
-        return _send(kind, value, started, environ)
+        parts = wire.pack(value)
     except Exception as error:
-        reason = error
-    place, culprit = _unsendable_part(value)
-    explanation = _explain(reason) | {
-        "frames": [],
-        "operation": None,
-        "lost": False,
-        "unsendable": True,
-        "type": type(reason).__name__,
-        "message": f"returned {place} of type {type(culprit).__name__}, which cannot be sent to the notebook: {reason}",
-    }
-    _send("error", explanation, started, environ)
+        place, culprit = _unsendable_part(value)
+        explanation = _explain(error) | errors.unsendable(place, culprit, error)
+        kind, parts = "error", wire.pack(explanation)
+    _send(kind, type(value).__name__, started, left, _next_environ(), parts=parts)
 
 
 def _unsendable_part(value) -> tuple[str, object]:
@@ -328,15 +331,28 @@ def _unsendable_part(value) -> tuple[str, object]:
 # ---- what a rank shows -----------------------------------------------------------------------------------------------
 
 
-def display(*objects, **_) -> None:
+def display(*objects, display_id=None, **_) -> None:
     """IPython's display(), from a rank: each object appears in the notebook under the rank's label."""
     global _displayed
+    if display_id is not None:
+        update_display()
     for obj in objects:
         data, metadata = _mimebundle(obj)
         sys.stdout.flush()
         _send("display", data, metadata)
         os.write(1, transcript.DISPLAY.format(_displayed).encode() + b"\n")
         _displayed += 1
+
+
+def update_display(*_, **__) -> None:
+    """What a rank has shown stays. (clear_output, which some libraries call, is the same.)"""
+    raise RuntimeError(
+        "what a rank has shown cannot be changed or cleared: display() it again, or print(..., end='\\r') to rewrite a "
+        "line."
+    )
+
+
+clear_output = update_display
 
 
 def _mimebundle(obj) -> tuple[dict, dict]:

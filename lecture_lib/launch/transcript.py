@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 import time
 
 from lecture_lib.launch.errors import ipython
@@ -79,7 +80,9 @@ class Transcript:
                 blocks.append(_labelled(piece, self.label))
             elif int(piece) < len(self.displays):
                 data, metadata = self.displays[int(piece)]
-                blocks += [f"{self.label}{data.get('text/plain', '')}\n", (data, metadata)]
+                blocks.append(_labelled(data.get("text/plain", ""), self.label))
+                if set(data) != {"text/plain"}:  # a picture, say, under that line
+                    blocks.append((data, metadata))
         return [block for block in blocks if block]
 
 
@@ -157,7 +160,8 @@ class Screen:
             text = text[: text[:-1].rfind("\n") + 1]  # the last line may still grow
         if end or text.startswith(self._shown):
             new = text[len(os.path.commonprefix([self._shown, text])) :]
-            print(new, end="", flush=True)
+            encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+            print(new.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
             self._shown = text
 
     def _draw(self, text: str) -> None:

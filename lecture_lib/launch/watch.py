@@ -5,6 +5,7 @@ innermost frames tell the operation; the first frame that belongs to the person 
 """
 
 import dis
+import json
 import os
 import sys
 import sysconfig
@@ -18,6 +19,7 @@ _LIBRARIES = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib"
     "<frozen",
     "<string>",
 )
+UNFINISHED_SECONDS = 1.0  # what a rank that has returned gives its asynchronous operations to finish
 _C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
 # Where else torch waits for other ranks. Not all of torch.distributed: writing a checkpoint is slow, but no deadlock.
 _ALSO_WAITS = tuple(
@@ -37,27 +39,40 @@ def is_persons(filename: str) -> bool:
 
 
 def report() -> dict:
-    """What the main thread does: ``operation`` it waits in (or None), ``frames`` of the person's code, innermost last,
-    ``done``: operations of the default group that it has finished, ``cpu``: seconds of processor time so far,
-    ``threads``: whether another thread is in the person's code, and so may yet do what the main thread waits for."""
-    stacks = {ident: list(traceback.walk_stack(frame)) for ident, frame in sys._current_frames().items()}
-    main = describe(stacks.pop(threading.main_thread().ident))
-    others = [describe(stack) for stack in stacks.values()]
-    return main | {
+    """What the main thread does: ``operation`` it waits in (or None), ``needs``: ranks that must take part in it (None:
+    all), ``frames`` of the person's code, innermost last, ``done``: operations of the default group that it has
+    finished, ``cpu``: seconds of processor time so far, ``threads``: whether another thread is in the person's code,
+    and so may yet do what the main thread waits for."""
+    stacks = _stacks()
+    main = threading.main_thread().ident
+    return describe(stacks.pop(main)) | {
         "cpu": time.process_time() - time.thread_time(),
-        "threads": any(other["frames"] and not other["operation"] for other in others),
+        "threads": _in_threads(stacks),
     }
+
+
+def _stacks() -> dict[int, list]:
+    return {ident: list(traceback.walk_stack(frame)) for ident, frame in sys._current_frames().items()}
+
+
+def _in_threads(stacks: dict[int, list]) -> bool:
+    """Whether one of these threads is in the person's code, and not in an operation."""
+    others = [describe(stack) for stack in stacks.values()]
+    return any(other["frames"] and not other["operation"] for other in others)
 
 
 def describe(stack: list) -> dict:
     """The same of any stack, given as (frame, line) pairs, innermost first: a live one, or that of an exception."""
-    operation = waiting_in([frame for frame, _ in stack])
+    operation, needs = waiting_in([frame for frame, _ in stack])
     started = operations_started()
     persons = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in stack if is_persons(f.f_code.co_filename)]
+    # new_group and an operation of another group are not counted by the default group's sequence number.
+    counted = operation is not None and not operation.startswith("new_group") and " in group " not in operation
     return {
         "operation": operation,
+        "needs": needs,
         "frames": persons[::-1],
-        "done": started - (operation is not None and started > 0),
+        "done": started - (counted and started > 0),
     }
 
 
@@ -68,13 +83,43 @@ def operations_started() -> int:
     return dist.group.WORLD._get_sequence_number_for_group() if dist.is_initialized() else 0
 
 
-def waiting_in(frames: list) -> str | None:
-    """The distributed operation that a stack sits in: "all_reduce of float32[4]". None if it sits in none.
+def left_behind() -> dict:
+    """What goes on after the person's code has returned."""
+    stacks = _stacks()
+    del stacks[threading.main_thread().ident]
+    return {"unfinished": _unfinished(), "threads": _in_threads(stacks)}
+
+
+def _unfinished() -> str | None:
+    """The oldest collective, of any group, that this rank has begun and that has not ended: "all_reduce of [4]". Waits
+    up to UNFINISHED_SECONDS for what is on its way. None also where torch keeps no record of collectives."""
+    import torch
+    import torch.distributed as dist
+
+    record = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)  # torch's flight recorder
+    if record is None or not dist.is_initialized():
+        return None
+    deadline = time.monotonic() + UNFINISHED_SECONDS
+    while True:
+        groups = json.loads(record(includeCollectives=False)).get("pg_status", {})
+        if all(g["last_enqueued_collective"] == g["last_completed_collective"] for g in groups.values()):
+            return None
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.002)
+    entries = json.loads(record(includeCollectives=True, onlyActive=False))["entries"]
+    open_ = next((entry for entry in entries if not entry["retired"]), None)
+    return open_ and f"{open_['profiling_name'].split(':')[-1]} of {open_['input_sizes'][0]}"
+
+
+def waiting_in(frames: list) -> tuple[str | None, list[int] | None]:
+    """The distributed operation that a stack sits in, "all_reduce of float32[4]", and the ranks that it needs (None:
+    all). (None, None) if it sits in none.
 
     Only the frames between the innermost one and the person's code count: a person's forward() that sleeps, called by
     a wrapper of torch.distributed, is not waiting for other ranks.
     """
-    name = None
+    name = needs = None
     for depth, frame in enumerate(frames):
         file, function = frame.f_code.co_filename, frame.f_code.co_name
         if depth == 0 and _calls_wait(frame):
@@ -83,10 +128,10 @@ def waiting_in(frames: list) -> str | None:
             break
         if file.endswith(_C10D):
             # The outermost frame of c10d is what was called: all_gather_object, not the all_gather inside it.
-            name = _describe(frame)
+            name, needs = _describe(frame)
         elif file.endswith(_ALSO_WAITS):
             name = name or ("backward" if "backward" in function else function)
-    return name
+    return name, needs
 
 
 def _calls_wait(frame) -> bool:
@@ -104,8 +149,8 @@ def _calls_wait(frame) -> bool:
     return False
 
 
-def _describe(frame) -> str:
-    """An operation with what it was given: "recv of float32[4] from rank 2"."""
+def _describe(frame) -> tuple[str, list[int] | None]:
+    """An operation with what it was given, "recv of float32[4] from rank 2", and the ranks it needs (None: all)."""
     import torch
     import torch.distributed as dist
 
@@ -123,7 +168,10 @@ def _describe(frame) -> str:
         text += f" from rank {values['src']}"
     if isinstance(values.get("dst"), int):
         text += f" to rank {values['dst']}"
-    group = values.get("group")
+    needs, group = None, values.get("group")
     if isinstance(group, dist.ProcessGroup) and group is not dist.group.WORLD:
-        text += f" in group {dist.get_process_group_ranks(group)}"
-    return text
+        needs = dist.get_process_group_ranks(group)
+        text += f" in group {needs}"
+    if frame.f_code.co_name in ("send", "recv") and isinstance(peer := values.get("dst", values.get("src")), int):
+        needs = [peer]
+    return text, needs

@@ -90,6 +90,8 @@ class _Pickler(cloudpickle.Pickler):
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and self.to_rank and isinstance(reduced, tuple):
             make, args, *rest = reduced
+            if "__slots__" in vars(obj):  # cloudpickle sets it too late: the class would have a __dict__ as well
+                args = tuple(a | {"__slots__": obj.__slots__} if isinstance(a, dict) else a for a in args)
             if obj not in _sent:
                 _sent.append(obj)
             return _receive_class, (_sent.index(obj), make, args), *rest
@@ -120,7 +122,9 @@ def _reduce_tensor(torch, tensor, keep_grad: bool):
         tensor = tensor.trigger_wait()
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
     if not plain or tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        return NotImplemented  # torch's own way: right for everything, with more copies
+        if not keep_grad and not tensor.is_leaf:
+            tensor = tensor.detach()
+        return tensor.__reduce_ex__(5)  # torch's own way: right for everything, with more copies
     data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return _rebuild_tensor, (
         pickle.PickleBuffer(data.view(torch.uint8).numpy()),

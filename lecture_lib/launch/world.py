@@ -7,6 +7,7 @@ import os
 import re
 import select
 import selectors
+import signal
 import sys
 import threading
 import time
@@ -75,6 +76,7 @@ class World:
         self._selector = selectors.DefaultSelector()
         weakref.finalize(self, _end, self._processes)
         self._fork()
+        self._await_ready()
         _open_worlds[:] = [ref for ref in _open_worlds if ref()] + [weakref.ref(self)]
 
     def run(self, fn, /, *args, **kwargs) -> list:
@@ -95,26 +97,17 @@ class World:
         After any of these the world is ready for the next run.
         """
         if not callable(fn):
-            raise TypeError(f"World.run needs a function and got {fn!r} of type {type(fn).__name__}.")
+            raise errors.brief(TypeError(f"World.run needs a function and got {fn!r} of type {type(fn).__name__}."))
         return self._drive(_pack_call(fn, args, kwargs))
 
-    def run_cell(self, source: tuple, borrowed: dict) -> None:
+    def run_cell(self, source: tuple, borrowed: dict) -> list[dict]:
         """Run a cell's code in the ranks' own namespace, with names ``borrowed`` from the notebook: see magic.py."""
-        try:
-            task = wire.pack((None, (source, borrowed), {}), to_rank=True)
-        except Exception as error:
-            name, reason = _first_that_cannot_travel(borrowed) or ("something", error)
-            raise TypeError(
-                f"this cell uses {name} from the notebook, which cannot be sent to the ranks ({reason}). "
-                "Make it inside a %%ranks cell instead."
-            ) from None
-        self.lent |= borrowed
-        outcomes = self._drive(task)
-        self.owned = set.intersection(*(set(outcome["own"]) for outcome in outcomes))
+        return self._drive(wire.pack((None, (source, borrowed), {}), to_rank=True), in_cell=True)
 
     @property
     def pids(self) -> list[int]:
         """Process ids, by rank."""
+        self._await_ready()
         return [process.pid for process in self._processes]
 
     @property
@@ -124,8 +117,8 @@ class World:
     def restart(self) -> None:
         """Replace all ranks by fresh ones, which know no variables and have imported none of your modules. Opens a
         closed world again."""
-        _end(self._processes)
-        self._fork()
+        self._renew()
+        self._await_ready()
 
     def close(self) -> None:
         """End all ranks."""
@@ -140,6 +133,7 @@ class World:
     def __repr__(self):
         if self.closed:
             return f"World({self.size}), closed"
+        self._await_ready()
         threads = f"{self.threads} CPU thread{'s' * (self.threads > 1)} per rank"
         lines = [f"World({self.size}), {self.backend or 'no process group'}, {threads}"]
         return "\n".join(lines + [f"rank {p.rank}  pid {p.pid}  {p.ready['device']}" for p in self._processes])
@@ -147,6 +141,7 @@ class World:
     def _repr_html_(self):
         if self.closed:
             return f"World({self.size}), closed"
+        self._await_ready()
         rows = "".join(
             f"<tr><td>{p.rank}</td><td>pid {p.pid}</td><td>{p.ready['device']}</td><td>{self.backend}</td></tr>"
             for p in self._processes
@@ -156,68 +151,101 @@ class World:
     # ---- ranks come --------------------------------------------------------------------------------------------------
 
     def _fork(self) -> None:
-        """Start all ranks and wait until each is ready."""
-        self.lent: dict[str, object] = {}  # names that cells have borrowed from the notebook
-        self.owned: set[str] = set()  # names that cells have assigned on every rank
+        """Have all ranks started. They set themselves up while the notebook goes on."""
+        self.cell_memory: dict = {}  # what %%ranks knows of these ranks: see magic.py
         self._selector.close()
         self._selector = selectors.DefaultSelector()
+        self._started = 0  # operations that the ranks, all together, have begun so far
         setup = self._wanted | {
             "size": self.size,
             "name": f"world-{next(_numbers)}",
             "environ": dict(os.environ),
-            "cwd": os.getcwd(),
+            "cwd": _current_folder(),
             "path": list(sys.path),
             "threads": self.threads,
         }
         self._kills_before = memory_kills()
-        deadline = time.monotonic() + START_SECONDS
+        self._deadline = time.monotonic() + START_SECONDS
+        self._server = fork_server.running()
         try:
-            server = fork_server.running()
             for rank in range(self.size):
-                process = spawn(server, rank, self.size)
+                process = spawn(self._server, rank, self.size)
                 self._processes.append(process)
                 for channel in ("tasks", "control", "output", "last_words"):
                     handler = getattr(process, f"on_{channel}")
                     self._selector.register(getattr(process, channel), selectors.EVENT_READ, handler)
                 process.send(wire.pack(setup | {"rank": rank}, to_rank=True))
+        except OSError as error:
+            _end(self._processes)
+            raise errors.brief(RuntimeError(self._why_not_started(error))) from None
+
+    def _why_not_started(self, error: OSError) -> str:
+        if isinstance(error, BrokenPipeError):
+            return f"the process that starts ranks has ended: {self._server.why_it_ended()}"
+        return (
+            f"{self.size} ranks could not be started: {error.strerror}. Each rank takes 4 of the files that this "
+            "process may open; make fewer ranks, or raise the limit (ulimit -n)."
+        )
+
+    def _await_ready(self) -> None:
+        """Wait until every rank has set itself up."""
+        try:
             while not all(process.ready for process in self._processes):
                 self._read(0.5)
                 for process in self._processes:
-                    _raise_if_not_started(process, server, deadline)
-        except BaseException as error:
+                    _raise_if_not_started(process, self._server, self._deadline)
+        except Exception:  # an interrupt only ends the waiting
             _end(self._processes)
-            if isinstance(error, BrokenPipeError):
-                raise RuntimeError(f"the process that starts ranks has ended: {server.why_it_ended()}") from None
             raise
-        self.backend = self._processes[0].ready["backend"]
+        if self._processes:
+            self.backend = self._processes[0].ready["backend"]
+
+    def _renew(self) -> None:
+        """Fresh ranks. An interrupt waits: it must not leave half a world."""
+        with _uninterrupted():
+            _end(self._processes)
+            self._fork()
 
     # ---- one run -----------------------------------------------------------------------------------------------------
 
-    def _drive(self, task: list) -> list:
+    def _drive(self, task: list, in_cell: bool = False) -> list:
         """Give every rank the task, wait for all, show what they print."""
         if self.closed:
-            raise RuntimeError("this World is closed; world.restart() opens it again.")
+            raise errors.brief(RuntimeError("this World is closed; world.restart() opens it again."))
         if not self._busy.acquire(blocking=False):
-            raise RuntimeError("this World runs something already; make a second World to run two things at a time.")
-        screen = Screen([process.transcript for process in self._processes])
+            raise errors.brief(
+                RuntimeError("this World runs something already; make a second World to run two things at a time.")
+            )
         try:
-            message = wire.pack(self._processes[0].ready["environ"]) + task
-            for process in self._processes:
-                process.begin(message)
-            self._wait(screen)
-            screen.finish()
-            values = [process.outcome[1] for process in self._processes]
-            if any(process.started is None for process in self._processes):
-                self.restart()  # the code has ended the process group, as a script does; the next run needs a new one
-            return values
-        except errors.RankError:
-            raise
-        except BaseException:  # an interrupt, above all: the ranks may be anywhere, so go on with fresh ones
+            self._await_ready()
+            screen = Screen([process.transcript for process in self._processes])
             try:
+                message = wire.pack(self._processes[0].ready["environ"]) + task
+                for process in self._processes:
+                    process.begin(message)
+                self._wait(screen)
                 screen.finish()
-            finally:
-                self.restart()
-            raise
+                values = [process.outcome[1] for process in self._processes]
+                if any(process.started is None for process in self._processes):
+                    self._renew()  # the code has ended the process group, as a script does; the next run needs one
+                elif error := errors.left_behind(self._processes, self._started, in_cell):
+                    self._renew()
+                    raise error
+                else:
+                    self._started = sum(process.started for process in self._processes)
+                return values
+            except errors.RankError:
+                raise
+            except (
+                BaseException
+            ) as error:  # an interrupt, above all: the ranks may be anywhere, so go on with fresh ones
+                try:
+                    screen.finish()
+                finally:
+                    self._renew()
+                if isinstance(error, KeyboardInterrupt):
+                    errors.brief(error)
+                raise
         finally:
             for process in self._processes:
                 process.outcome = None  # a result of 3 GB belongs to the caller alone
@@ -298,7 +326,7 @@ class World:
         try:
             screen.finish()
         finally:
-            self.restart()
+            self._renew()
         raise error
 
 
@@ -328,6 +356,28 @@ class Stillness:
         moved = self._places is not None and [p[3] for p in places] != [p[3] for p in self._places]
         self._time, self._places, self._cpu = now, places, cpu
         return moved
+
+
+@contextlib.contextmanager
+def _uninterrupted():
+    """An interrupt that comes in this block is forgotten: the person has the prompt back in a moment anyway."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread is ever interrupted
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before or signal.default_int_handler)
+
+
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise errors.brief(
+            RuntimeError("the folder in which this notebook runs is gone: os.chdir() to another one, then try again.")
+        ) from None
 
 
 def _end(processes: list[Process]) -> None:
@@ -391,7 +441,7 @@ def _pack_call(fn, args: tuple, kwargs: dict) -> list:
     except Exception as error:
         carried = _carried(fn) | {f"argument {i}": arg for i, arg in enumerate(args)} | kwargs
         name, reason = _first_that_cannot_travel(carried) or (_name(fn), error)
-        raise TypeError(f"cannot send {_name(fn)} to the ranks because of {name} ({reason}).") from None
+        raise errors.brief(TypeError(f"cannot send {_name(fn)} to the ranks because of {name} ({reason}).")) from None
     if wire.size(packed) > LARGE_CLOSURE:
         sizes = {name: wire.size(wire.pack(value, to_rank=True)) for name, value in _carried(fn).items()}
         if sum(sizes.values()) > LARGE_CLOSURE:
