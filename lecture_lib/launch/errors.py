@@ -327,5 +327,5 @@ def _ranks(ranks: list[int]) -> str:
             spans.append([rank])
     words = []
     for span in spans:
-        words += [f"{span[0]} to {span[-1]}"] if len(span) > 2 else map(str, span)
+        words += [f"{span[0]} to {span[-1]}"] if len(span) > 3 else map(str, span)
     return f"Ranks {', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else f"Ranks {words[0]}"

@@ -98,9 +98,11 @@ class ForkServer:
         if self.owner == os.getpid():
             atexit.unregister(self.clean_up)
             self.socket.close()
-            if self.process.poll() is not None:
-                shutil.rmtree(self.folder, ignore_errors=True)
-                self.log.close()
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1.0)
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.log.close()
 
     def why_it_ended(self) -> str:
         """The last lines that the server wrote, for an error message."""
