@@ -22,19 +22,20 @@ Source: NVIDIA nccl-tests, doc/PERFORMANCE.md, "Bus bandwidth", for the ring's s
 
 import contextlib
 import contextvars
-from dataclasses import dataclass
+from collections.abc import Callable
+from datetime import timedelta
 from fractions import Fraction
+from typing import NamedTuple
 
 import torch
+import torch._C._distributed_c10d as c
 import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _paused = contextvars.ContextVar("paused", default=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One operation on this rank.
 
     name:        as in torch.distributed: "all_reduce", "all_gather_single", "send", ...
@@ -55,45 +56,106 @@ class Call:
     offset: int = 0
 
 
-# operator -> (name, index of the tensors that the rank brings, index of the root or peer, which bytes it sends)
-_C10D = {
-    "allreduce_": ("all_reduce", 0, None, "all_reduce"),
-    "allreduce_coalesced_": ("all_reduce_coalesced", 0, None, "all_reduce"),
-    "broadcast_": ("broadcast", 0, 2, "broadcast"),
-    "reduce_": ("reduce", 0, 3, "reduce"),
-    "allgather_": ("all_gather", 1, None, "all_gather"),
-    "_allgather_base_": ("all_gather_single", 1, None, "all_gather"),
-    "allgather_coalesced_": ("all_gather_coalesced", 1, None, "all_gather"),
-    "allgather_into_tensor_coalesced_": ("all_gather_single_coalesced", 1, None, "all_gather"),
-    "reduce_scatter_": ("reduce_scatter", 1, None, "reduce_scatter"),
-    "_reduce_scatter_base_": ("reduce_scatter_single", 1, None, "reduce_scatter"),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter_single_coalesced", 1, None, "reduce_scatter"),
-    "gather_": ("gather", 1, 3, "reduce"),
-    "scatter_": ("scatter", 0, 3, "scatter"),
-    "alltoall_": ("all_to_all", 1, None, "all_to_all"),
-    "alltoall_base_": ("all_to_all_single", 1, None, "all_to_all"),
-    "barrier": ("barrier", None, None, "nothing"),
-    "monitored_barrier_": ("monitored_barrier", None, None, "nothing"),
-    "send": ("send", 0, 2, "all"),
-    "recv_": ("recv", 0, 2, "nothing"),
-    "recv_any_source_": ("recv", 0, None, "nothing"),
-}
-_FUNCTIONAL = {
-    "all_reduce": ("all_reduce", None, "all_reduce"),
-    "all_reduce_": ("all_reduce", None, "all_reduce"),
-    "all_reduce_coalesced": ("all_reduce_coalesced", None, "all_reduce"),
-    "all_reduce_coalesced_": ("all_reduce_coalesced", None, "all_reduce"),
-    "all_gather_into_tensor": ("all_gather_single", None, "all_gather"),
-    "all_gather_into_tensor_out": ("all_gather_single", None, "all_gather"),
-    "all_gather_into_tensor_coalesced": ("all_gather_single_coalesced", None, "all_gather"),
-    "reduce_scatter_tensor": ("reduce_scatter_single", None, "reduce_scatter"),
-    "reduce_scatter_tensor_out": ("reduce_scatter_single", None, "reduce_scatter"),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter_single_coalesced", None, "reduce_scatter"),
-    "all_to_all_single": ("all_to_all_single", None, "all_to_all"),
-    "broadcast": ("broadcast", 1, "broadcast"),
-    "broadcast_": ("broadcast", 1, "broadcast"),
-    "isend": ("send", 1, "all"),
-    "irecv": ("recv", 1, "nothing"),
+class Operator(NamedTuple):
+    """How to read an operator's arguments, and how to call it."""
+
+    name: str
+    tensors: int | None  # which argument holds the tensors that the rank brings
+    group: int | str  # which argument is the process group
+    root: int | None = None  # which argument is the root or the peer, as a rank of the group
+    rule: str = "nothing"  # which bytes it sends
+    call: Callable | None = None  # the same call as a method of the group; None: through the dispatcher
+
+
+def _options(kind, args, first_common: int, **fields):
+    """The options object of a ProcessGroup method; what it shares with others, async_op and timeout, comes last."""
+    options = kind()
+    for name, value in fields.items():
+        setattr(options, name, value)
+    common = args[first_common:]  # torch leaves out arguments that have their default value
+    options.asyncOp = common[0] if common else True
+    if len(common) > 1 and common[1] >= 0:
+        options.timeout = timedelta(milliseconds=common[1])
+    return options
+
+
+_KINDS = dist.ReduceOp.RedOpType.__members__
+_REDUCE_OPS = {int(kind): dist.ReduceOp(kind) for name, kind in _KINDS.items() if name != "PREMUL_SUM"}
+
+
+# To call an operator from Python again, torch compares its arguments with a schema, which takes longer than a small
+# collective. The methods of ProcessGroup end in the same operators without that. None: this call has to take the long
+# way (NCCL's PREMUL_SUM carries a factor that Python cannot read).
+def _all_reduce(group, a):
+    if op := _REDUCE_OPS.get(a[2].op()):
+        return group.allreduce(a[0], _options(c.AllreduceOptions, a, 4, reduceOp=op))
+
+
+def _reduce_scatter_single(group, a):
+    if op := _REDUCE_OPS.get(a[3].op()):
+        return group._reduce_scatter_base(a[0], a[1], _options(c.ReduceScatterOptions, a, 4, reduceOp=op))
+
+
+def _broadcast(group, a):
+    return group.broadcast(a[0], _options(c.BroadcastOptions, a, 4, rootRank=a[2], rootTensor=a[3]))
+
+
+def _all_gather_single(group, a):
+    return group._allgather_base(a[0], a[1], _options(c.AllgatherOptions, a, 3))
+
+
+def _send(group, a):
+    return group.send(a[0], a[2], a[3])
+
+
+def _recv(group, a):
+    return group.recv(a[0], a[2], a[3])
+
+
+_OPERATORS: dict[object, Operator] = {
+    getattr(torch.ops.c10d, operator).default: Operator(*entry)
+    for operator, entry in {
+        "allreduce_": ("all_reduce", 0, 1, None, "all_reduce", _all_reduce),
+        "allreduce_coalesced_": ("all_reduce_coalesced", 0, 1, None, "all_reduce"),
+        "broadcast_": ("broadcast", 0, 1, 2, "broadcast", _broadcast),
+        "reduce_": ("reduce", 0, 1, 3, "reduce"),
+        "allgather_": ("all_gather", 1, 2, None, "all_gather"),
+        "_allgather_base_": ("all_gather_single", 1, 2, None, "all_gather", _all_gather_single),
+        "allgather_coalesced_": ("all_gather_coalesced", 1, 2, None, "all_gather"),
+        "allgather_into_tensor_coalesced_": ("all_gather_single_coalesced", 1, 2, None, "all_gather"),
+        "reduce_scatter_": ("reduce_scatter", 1, 2, None, "reduce_scatter"),
+        "_reduce_scatter_base_": ("reduce_scatter_single", 1, 2, None, "reduce_scatter", _reduce_scatter_single),
+        "reduce_scatter_tensor_coalesced_": ("reduce_scatter_single_coalesced", 1, 2, None, "reduce_scatter"),
+        "gather_": ("gather", 1, 2, 3, "reduce"),
+        "scatter_": ("scatter", 0, 2, 3, "scatter"),
+        "alltoall_": ("all_to_all", 1, 2, None, "all_to_all"),
+        "alltoall_base_": ("all_to_all_single", 1, 2, None, "all_to_all"),
+        "barrier": ("barrier", None, 1),
+        "monitored_barrier_": ("monitored_barrier", None, 1),
+        "send": ("send", 0, 1, 2, "all", _send),
+        "recv_": ("recv", 0, 1, 2, "nothing", _recv),
+        "recv_any_source_": ("recv", 0, 1),
+    }.items()
+} | {
+    getattr(torch.ops._c10d_functional, operator).default: Operator(*entry)
+    for operator, entry in {
+        "all_reduce": ("all_reduce", 0, "group_name", None, "all_reduce"),
+        "all_reduce_": ("all_reduce", 0, "group_name", None, "all_reduce"),
+        "all_reduce_coalesced": ("all_reduce_coalesced", 0, "group_name", None, "all_reduce"),
+        "all_reduce_coalesced_": ("all_reduce_coalesced", 0, "group_name", None, "all_reduce"),
+        "all_gather_into_tensor": ("all_gather_single", 0, "group_name", None, "all_gather"),
+        "all_gather_into_tensor_out": ("all_gather_single", 0, "group_name", None, "all_gather"),
+        "all_gather_into_tensor_coalesced": ("all_gather_single_coalesced", 0, "group_name", None, "all_gather"),
+        "reduce_scatter_tensor": ("reduce_scatter_single", 0, "group_name", None, "reduce_scatter"),
+        "reduce_scatter_tensor_out": ("reduce_scatter_single", 0, "group_name", None, "reduce_scatter"),
+        "reduce_scatter_tensor_coalesced": ("reduce_scatter_single_coalesced", 0, "group_name", None, "reduce_scatter"),
+        "all_to_all_single": ("all_to_all_single", 0, "group_name", None, "all_to_all"),
+        "broadcast": ("broadcast", 0, "group_name", 1, "broadcast"),
+        "broadcast_": ("broadcast", 0, "group_name", 1, "broadcast"),
+        "isend": ("send", 0, "group_name", 1, "all"),
+        "irecv": ("recv", 0, "group_name", 1),
+    }.items()
+    if hasattr(torch.ops._c10d_functional, operator)  # the newest are missing in older torch
 }
 
 
@@ -104,29 +166,50 @@ class Recorder(TorchDispatchMode):
     def __init__(self, on_call):
         super().__init__()
         self._on_call = on_call
+        self._groups: dict[object, tuple[tuple[int, ...], int]] = {}  # group -> its global ranks, my place among them
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else each operator, a collective or not, goes through a wrapper that torch.compile needs
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        namespace = func.namespace
-        if namespace not in ("c10d", "_c10d_functional") or _paused.get():
+        operator = _OPERATORS.get(func)
+        if operator is None or _paused.get():
             return func(*args, **kwargs) if kwargs else func(*args)
-        if namespace == "c10d":
-            call = read_c10d(func._opname, args)
-            result = func(*args, **(kwargs or {}))
-            script = result[-1] if isinstance(result, tuple) and result else result
-            if not isinstance(script, torch.ScriptObject):  # monitored_barrier returns nothing
-                self._on_call(call, None)
-                return result
-            if (work := self._on_call(call, script)) is None:
-                return result
-            return (*result[:-1], work.boxed()) if isinstance(result, tuple) else work.boxed()
-        if (call := read_functional(func, args, kwargs)) is not None:
+        if isinstance(operator.group, str):
+            self._on_call(self._read(operator, _resolve(func, args, kwargs or {}), args, kwargs or {}), None)
+            return func(*args, **(kwargs or {}))
+        group = c.ProcessGroup.unbox(args[operator.group])
+        call = self._read(operator, group, args, {})
+        if operator.call and (work := operator.call(group, args)):
+            work = self._on_call(call, work) or work
+            return work.boxed() if operator.name in ("send", "recv") else (args[0], work.boxed())
+        result = func(*args, **(kwargs or {}))
+        last = result[-1] if isinstance(result, tuple) and result else result
+        if not isinstance(last, torch.ScriptObject):  # monitored_barrier returns nothing
             self._on_call(call, None)
-        return func(*args, **(kwargs or {}))
+            return result
+        work = self._on_call(call, c.Work.unbox(last))
+        if work is None:
+            return result
+        return (*result[:-1], work.boxed()) if isinstance(result, tuple) else work.boxed()
 
-
-def unbox(script: torch.ScriptObject) -> Work:
-    """The Work behind what a c10d operator returns."""
-    return Work.unbox(script)
+    def _read(self, operator: Operator, group, args: tuple, kwargs: dict) -> Call:
+        if group not in self._groups:
+            self._groups[group] = tuple(dist.get_process_group_ranks(group)), group.rank()
+        ranks, me = self._groups[group]
+        tensors = [] if operator.tensors is None else _flat(args[operator.tensors])
+        if operator.name == "scatter":
+            tensors = _flat(args[1]) or tensors  # the root brings a tensor for each rank
+        peer = None if operator.root is None else ranks[args[operator.root]]
+        pieces = None
+        if operator.name == "all_to_all":
+            pieces = [t.numel() for t in tensors]
+        elif operator.name == "all_to_all_single":
+            # output_split_sizes and input_split_sizes follow the group, or stand before the group's name
+            splits = args[4] if operator.group == 2 else kwargs.get("input_split_sizes", args[2])
+            pieces = _elements_of_pieces(tensors[0], splits)
+        return _call(operator, ranks, me, tensors, peer, pieces)
 
 
 @contextlib.contextmanager
@@ -142,41 +225,13 @@ def unrecorded():
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_c10d(operator: str, args: tuple) -> Call:
-    """A call of ``c10d::operator``. Operators newer than this table are named, and counted as sending nothing."""
-    name, brings, root, rule = _C10D.get(operator, (operator.strip("_"), None, None, "nothing"))
-    group = next(ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and _is_group(a))
-    ranks, me = _ranks(group), group.rank()
-    tensors = _flat(args[brings]) if brings is not None else []
-    if name == "scatter":
-        tensors = _flat(args[1]) or tensors  # the root brings a tensor for each rank
-    peer = None if root is None else ranks[args[root]]
-    sizes = None
-    if rule == "all_to_all":
-        splits = args[4] if operator == "alltoall_base_" else [t.numel() for t in tensors]
-        sizes = [t.numel() for t in tensors] if operator == "alltoall_" else _rows(tensors[0], splits)
-    return _call(name, ranks, me, tensors, peer, rule, sizes)
-
-
-def read_functional(func, args: tuple, kwargs: dict | None) -> Call | None:
-    """A call of ``_c10d_functional::func``; None for what sends nothing, such as wait_tensor."""
-    if (entry := _FUNCTIONAL.get(func._opname)) is None:
-        return None
-    name, root, rule = entry
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
-    group = named["group_name"]
-    group = dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
-    ranks, me = _ranks(group), group.rank()
-    tensors = _flat(args[0])
-    peer = None if root is None else ranks[args[root]] if name == "broadcast" else args[root]
-    sizes = _rows(tensors[0], named["input_split_sizes"]) if rule == "all_to_all" else None
-    return _call(name, ranks, me, tensors, peer, rule, sizes)
-
-
-def _call(name, ranks, me, tensors, peer, rule, sizes) -> Call:
-    elements, itemsize = sum(t.numel() for t in tensors), tensors[0].element_size() if tensors else 0
+def _call(operator: Operator, ranks, me: int, tensors: list, peer: int | None, pieces: list[int] | None) -> Call:
+    if not tensors:
+        return Call(operator.name, ranks, "", 0, 0)
+    first = tensors[0]
+    elements, itemsize = first.numel() if len(tensors) == 1 else sum(t.numel() for t in tensors), first.element_size()
     n, brought, root = len(ranks), elements * itemsize, peer is not None and ranks[me] == peer
-    match rule:
+    match operator.rule:
         case "all_reduce":
             sent = _divide(2 * (n - 1) * brought, n)
         case "all_gather":
@@ -184,7 +239,7 @@ def _call(name, ranks, me, tensors, peer, rule, sizes) -> Call:
         case "reduce_scatter":
             sent = _divide((n - 1) * brought, n)
         case "all_to_all":
-            sent = (elements - sizes[me]) * itemsize if sizes else _divide((n - 1) * brought, n)
+            sent = (elements - pieces[me]) * itemsize if pieces else _divide((n - 1) * brought, n)
         case "broadcast":
             sent = 0 if ranks[(me + 1) % n] == peer or n == 1 else brought
         case "reduce":
@@ -195,16 +250,23 @@ def _call(name, ranks, me, tensors, peer, rule, sizes) -> Call:
             sent = brought
         case _:
             sent = 0
-    dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-    offset = tensors[0].storage_offset() if tensors else 0
-    return Call(name, ranks, dtype, elements, sent, peer, offset)
+    return Call(operator.name, ranks, _NAMES[first.dtype], elements, sent, peer, first.storage_offset())
+
+
+class _Names(dict):
+    def __missing__(self, dtype: torch.dtype) -> str:
+        self[dtype] = str(dtype).removeprefix("torch.")
+        return self[dtype]
+
+
+_NAMES = _Names()
 
 
 def _divide(numerator: int, denominator: int) -> int | Fraction:
     return numerator // denominator if numerator % denominator == 0 else Fraction(numerator, denominator)
 
 
-def _rows(tensor, splits) -> list[int] | None:
+def _elements_of_pieces(tensor, splits) -> list[int] | None:
     """Elements of each piece of an all_to_all_single; None: equal pieces."""
     if not splits:
         return None
@@ -218,9 +280,9 @@ def _flat(tensors) -> list:
     return [tensor for part in tensors for tensor in _flat(part)]
 
 
-def _is_group(script: torch.ScriptObject) -> bool:
-    return script._type().qualified_name().endswith("ProcessGroup")
-
-
-def _ranks(group: ProcessGroup) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))
+def _resolve(func, args: tuple, kwargs: dict):
+    """The process group of a functional collective, which gives its name."""
+    name = kwargs.get("group_name")
+    if name is None:
+        name = args[[argument.name for argument in func._schema.arguments].index("group_name")]
+    return dist.distributed_c10d._resolve_process_group(name) if isinstance(name, str) else name

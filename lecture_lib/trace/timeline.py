@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
-from lecture_lib.trace.calls import Call, Recorder, unbox, unrecorded
+from lecture_lib.trace.calls import Call, Recorder, unrecorded
 
 READINGS = 8  # of another rank's clock; the one with the shortest round trip counts
 _lines: contextvars.ContextVar[tuple["Timeline", ...]] = contextvars.ContextVar("lines", default=())
@@ -64,13 +64,13 @@ def timeline(clock=time.perf_counter) -> Iterator[Timeline]:
     def now() -> float:
         return clock() - zero
 
-    def on_call(call: Call, script: torch.ScriptObject | None) -> Work | None:
+    def on_call(call: Call, work: Work | None) -> Work | None:
         _TimedWork.forget_finished()
         event = Event(call.name, now(), None, call)
         line.events.append(event)
-        if script is None:  # a functional collective: its wait is not visible here
+        if work is None:  # a functional collective: its wait is not visible here
             return None
-        return _TimedWork(unbox(script), event, now)
+        return _TimedWork(work, event, now)
 
     token = _lines.set((*_lines.get(), _Open(line, now)))
     try:
