@@ -1,5 +1,7 @@
 """Every benchmark, one after the other: python -m tests.bench"""
 
-from tests.bench import launch
+from tests.bench import hardware, kernels, launch, trace
 
-launch.main()
+for benchmark in (launch, trace, hardware, kernels):
+    benchmark.main()
+    print("\n")

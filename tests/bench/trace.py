@@ -17,7 +17,7 @@ REPEATS, ROUNDS = 200, 15
 
 
 def measure() -> dict[str, float]:
-    """Median microseconds of processor time per call, of rounds that alternate between the ways: one rank, so that nothing waits."""
+    """Median microseconds of processor time per call, of rounds that alternate between the ways."""
     x = torch.ones(4)
 
     def seconds(function, context) -> float:
