@@ -6,6 +6,7 @@ import importlib
 import sys
 import threading
 import warnings
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -186,9 +187,19 @@ class Slotted:
     x: int
 
 
-def test_instances_with_slots_come_back(world):
-    out = world.run(lambda: Slotted(dist.get_rank()))
-    assert out == [Slotted(i) for i in range(4)] and type(out[0]) is Slotted
+class Named(NamedTuple):
+    x: int
+
+    @property
+    def doubled(self):
+        return 2 * self.x
+
+
+@pytest.mark.parametrize("kind", [Slotted, Named])
+def test_instances_with_slots_come_back(world, kind):
+    out = world.run(lambda: kind(dist.get_rank()))
+    assert out == [kind(i) for i in range(4)] and type(out[0]) is kind
+    assert kind is Slotted or out[3].doubled == 6
 
 
 class NeedsTwo(Exception):

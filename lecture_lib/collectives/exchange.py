@@ -39,17 +39,22 @@ def split(tensor: Tensor, n: int) -> tuple[Tensor, ...]:
     return tensor.view(-1).tensor_split(n)
 
 
-def accumulate(into: Tensor, incoming: Tensor, op: ReduceOp) -> None:
-    """``into = into op incoming``. AVG adds, and ``average`` divides in the end."""
+def combine(a: Tensor, b: Tensor, op: ReduceOp, out: Tensor) -> None:
+    """``out = a op b``. AVG adds, and ``average`` divides in the end."""
     match op:
         case ReduceOp.SUM | ReduceOp.AVG:
-            into.add_(incoming)
+            torch.add(a, b, out=out)
         case ReduceOp.PRODUCT:
-            into.mul_(incoming)
+            torch.mul(a, b, out=out)
         case ReduceOp.MIN:
-            torch.minimum(into, incoming, out=into)
+            torch.minimum(a, b, out=out)
         case ReduceOp.MAX:
-            torch.maximum(into, incoming, out=into)
+            torch.maximum(a, b, out=out)
+
+
+def accumulate(into: Tensor, incoming: Tensor, op: ReduceOp) -> None:
+    """``into = into op incoming``"""
+    combine(into, incoming, op, out=into)
 
 
 def average(tensor: Tensor, op: ReduceOp, n: int) -> None:

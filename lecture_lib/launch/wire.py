@@ -90,7 +90,7 @@ class _Pickler(cloudpickle.Pickler):
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and self.to_rank and isinstance(reduced, tuple):
             make, args, *rest = reduced
-            if "__slots__" in vars(obj):  # cloudpickle sets it too late: the class would have a __dict__ as well
+            if vars(obj).get("__slots__"):  # cloudpickle sets it too late: the class would have a __dict__ as well
                 args = tuple(a | {"__slots__": obj.__slots__} if isinstance(a, dict) else a for a in args)
             if obj not in _sent:
                 _sent.append(obj)

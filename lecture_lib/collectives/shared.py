@@ -1,0 +1,132 @@
+"""Collectives without messages: every rank reads and writes the memory of all others.
+
+The data lives in a SymmetricBuffer, which all ranks of a machine have mapped. A barrier takes the place of the
+messages: after it, what the others wrote can be read. Each byte is touched as often as it must be, in pieces that stay
+in the cache between being added and being written.
+
+    buffer = SymmetricBuffer((1 << 20,), torch.float32)
+    buffer.local.copy_(gradients)
+    shared.all_reduce(buffer)                     # buffer.local holds the sum, on every rank
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from lecture_lib.collectives.exchange import average, combine, split
+from lecture_lib.kernels import SymmetricBuffer
+
+PIECE = 1 << 18  # bytes; the sum of a piece is still in the core's cache when it is written
+
+
+def all_reduce(buffer: SymmetricBuffer, op: ReduceOp = ReduceOp.SUM) -> None:
+    """Two shots: rank r reduces slice r of all buffers and writes the result into all of them. In place.
+
+    2 barriers; of S bytes in a buffer each rank reads S and writes S, of which (n-1)/n in other ranks' memory.
+    Raises ValueError for an operator that is none of SUM, AVG, MIN, MAX, PRODUCT.
+    """
+    _check(op)
+    buffer.barrier()  # all have written what is to be summed
+    slices = [split(peer, buffer.ranks)[buffer.rank] for peer in buffer.peers]  # n of (about count / n,)
+    scratch = _scratch(slices[0])
+    for pieces in _pieces(slices):
+        total = _reduce(pieces, op, scratch)
+        for piece in pieces:
+            piece.copy_(total)
+    buffer.barrier()  # all have written what is to be read
+
+
+def reduce_scatter(buffer: SymmetricBuffer, op: ReduceOp = ReduceOp.SUM) -> Tensor:
+    """The first half: returns slice r of the sum on rank r, (n k, ...) -> (k * ...,). Leaves the buffers as they are.
+
+    2 barriers; each rank reads S bytes and writes S/n. Raises ValueError if n does not divide the elements.
+    """
+    _check(op)
+    _divisible(buffer)
+    buffer.barrier()
+    slices = [split(peer, buffer.ranks)[buffer.rank] for peer in buffer.peers]
+    output, scratch = torch.empty_like(slices[0]), _scratch(slices[0])
+    for *pieces, into in _pieces([*slices, output]):
+        into.copy_(_reduce(pieces, op, scratch))
+    buffer.barrier()  # the others may write again only when I have read
+    return output
+
+
+def all_gather(buffer: SymmetricBuffer) -> None:
+    """The second half: slice r of rank r's buffer goes into every buffer. In place.
+
+    2 barriers; each rank reads (n-1)/n S bytes from other ranks' memory and writes as much into its own.
+    Raises ValueError if n does not divide the elements.
+    """
+    _divisible(buffer)
+    buffer.barrier()
+    mine = split(buffer.local, buffer.ranks)
+    for step in range(1, buffer.ranks):
+        other = (buffer.rank + step) % buffer.ranks  # not all from the same rank at the same time
+        mine[other].copy_(split(buffer.peers[other], buffer.ranks)[other])
+    buffer.barrier()
+
+
+def broadcast(buffer: SymmetricBuffer, src: int = 0) -> None:
+    """Every rank copies the buffer of rank ``src`` of the group. In place.
+
+    2 barriers; every rank but the root reads and writes S bytes.
+    """
+    if not 0 <= src < buffer.ranks:
+        raise ValueError(f"shared.broadcast: src is {src}, and the buffer has ranks 0 to {buffer.ranks - 1}.")
+    buffer.barrier()
+    if buffer.rank != src:
+        buffer.local.copy_(buffer.peers[src])
+    buffer.barrier()
+
+
+def all_to_all(buffer: SymmetricBuffer) -> Tensor:
+    """Returns slice r of every rank's buffer, by rank: (n k, ...) -> (n, k * ...). Leaves the buffers as they are.
+
+    2 barriers; each rank reads and writes S bytes, of which (n-1)/n S from other ranks' memory.
+    Raises ValueError if n does not divide the elements.
+    """
+    _divisible(buffer)
+    buffer.barrier()
+    output = buffer.local.new_empty(buffer.ranks, buffer.local.numel() // buffer.ranks)
+    for step in range(buffer.ranks):
+        other = (buffer.rank + step) % buffer.ranks
+        output[other].copy_(split(buffer.peers[other], buffer.ranks)[buffer.rank])
+    buffer.barrier()
+    return output
+
+
+def _pieces(slices: list[Tensor]):
+    """The same piece of every slice, one piece after the other: PIECE bytes of each."""
+    size = PIECE // slices[0].element_size()
+    for start in range(0, slices[0].numel(), size):
+        yield [part[start : start + size] for part in slices]
+
+
+def _scratch(part: Tensor) -> Tensor:
+    """Where pieces are added up, one after the other, so that it stays in the cache."""
+    return part.new_empty(PIECE // part.element_size())
+
+
+def _reduce(pieces: list[Tensor], op: ReduceOp, scratch: Tensor) -> Tensor:
+    """Added in the order of the ranks, so that any rank would get the same bits."""
+    first, *others = pieces
+    total = scratch[: first.numel()]
+    for piece in others:
+        combine(first, piece, op, out=total)
+        first = total
+    average(first, op, len(pieces))
+    return first
+
+
+def _check(op: ReduceOp) -> None:
+    if op not in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
+        raise ValueError(f"{op} was asked for; SUM, AVG, MIN, MAX and PRODUCT exist here.")
+
+
+def _divisible(buffer: SymmetricBuffer) -> None:
+    if buffer.local.numel() % buffer.ranks:
+        raise ValueError(
+            f"a buffer of {buffer.local.numel()} elements cannot be shared equally by {buffer.ranks} ranks; make it a "
+            f"multiple of {buffer.ranks} elements long."
+        )
