@@ -177,11 +177,15 @@ def over_shared_memory(count, dtype, op):
     if count % n == 0:
         buffer.barrier()
         buffer.local.copy_(start)
-        same("reduce_scatter", shared.reduce_scatter(buffer, op), theirs.view(n, -1)[rank])
+        mine = start.new_empty(count // n)
+        shared.reduce_scatter(mine, buffer, op)
+        same("reduce_scatter", mine, theirs.view(n, -1)[rank])
         same("reduce_scatter, its input", buffer.local, start)
         expected = torch.empty_like(start)
         dist.all_to_all_single(expected, start)
-        same("all_to_all", shared.all_to_all(buffer).view(-1), expected)
+        ours = torch.empty_like(start)
+        shared.all_to_all(ours, buffer)
+        same("all_to_all", ours, expected)
         dist.all_gather_single(expected, start.view(n, -1)[rank].contiguous())
         shared.all_gather(buffer)
         same("all_gather", buffer.local, expected)
@@ -207,12 +211,13 @@ def test_again_and_again_over_the_same_buffer(world):
     """A rank that is ahead must not write what another has not read yet."""
 
     def step():
-        buffer = SymmetricBuffer(4096, torch.int64)
+        buffer, mine = SymmetricBuffer(4096, torch.int64), torch.empty(4096, dtype=torch.int64)
         for i in range(50):
             buffer.local.fill_(i + dist.get_rank())
             shared.all_reduce(buffer)
             assert buffer.local.unique().tolist() == [4 * i + 6], i
-            assert shared.all_to_all(buffer).unique().tolist() == [4 * i + 6], i
+            shared.all_to_all(mine, buffer)
+            assert mine.unique().tolist() == [4 * i + 6], i
         buffer.close()
         return "done"
 
@@ -232,6 +237,7 @@ def test_mistakes_over_shared_memory_are_told(world):
     for mistake, says in [
         (lambda b: shared.all_gather(b), "a buffer of 6 elements cannot be shared equally by 4 ranks"),
         (lambda b: shared.all_reduce(b, dist.ReduceOp.BAND), "SUM, AVG, MIN, MAX and PRODUCT exist here"),
+        (lambda b: shared.reduce_scatter(torch.ones(2), b), "an output of 2 elements does not fit a buffer of 6 on 4"),
         (lambda b: shared.broadcast(b, 4), "src is 4, and the buffer has ranks 0 to 3"),
     ]:
         assert all(says in message for message in world.run(step, mistake))

@@ -36,20 +36,19 @@ def all_reduce(buffer: SymmetricBuffer, op: ReduceOp = ReduceOp.SUM) -> None:
     buffer.barrier()  # all have written what is to be read
 
 
-def reduce_scatter(buffer: SymmetricBuffer, op: ReduceOp = ReduceOp.SUM) -> Tensor:
-    """The first half: returns slice r of the sum on rank r, (n k, ...) -> (k * ...,). Leaves the buffers as they are.
+def reduce_scatter(output: Tensor, buffer: SymmetricBuffer, op: ReduceOp = ReduceOp.SUM) -> None:
+    """The first half: slice r of the sum on rank r, (n k, ...) -> (k, ...). Leaves the buffers as they are.
 
-    2 barriers; each rank reads S bytes and writes S/n. Raises ValueError if n does not divide the elements.
+    2 barriers; each rank reads S bytes and writes S/n. Raises ValueError if the output is not an nth of the buffer.
     """
     _check(op)
-    _divisible(buffer)
+    _check_size("output", output.numel(), buffer.local.numel() / buffer.ranks, buffer)
     buffer.barrier()
     slices = [split(peer, buffer.ranks)[buffer.rank] for peer in buffer.peers]
-    output, scratch = torch.empty_like(slices[0]), _scratch(slices[0])
-    for *pieces, into in _pieces([*slices, output]):
+    scratch = _scratch(slices[0])
+    for *pieces, into in _pieces([*slices, output.view(-1)]):
         into.copy_(_reduce(pieces, op, scratch))
     buffer.barrier()  # the others may write again only when I have read
-    return output
 
 
 def all_gather(buffer: SymmetricBuffer) -> None:
@@ -80,20 +79,20 @@ def broadcast(buffer: SymmetricBuffer, src: int = 0) -> None:
     buffer.barrier()
 
 
-def all_to_all(buffer: SymmetricBuffer) -> Tensor:
-    """Returns slice r of every rank's buffer, by rank: (n k, ...) -> (n, k * ...). Leaves the buffers as they are.
+def all_to_all(output: Tensor, buffer: SymmetricBuffer) -> None:
+    """Slice r of every rank's buffer, by rank: (n k, ...) -> (n k, ...). Leaves the buffers as they are.
 
-    2 barriers; each rank reads and writes S bytes, of which (n-1)/n S from other ranks' memory.
-    Raises ValueError if n does not divide the elements.
+    2 barriers; each rank reads and writes S bytes, of which (n-1)/n S are read from other ranks' memory.
+    Raises ValueError if n does not divide the elements, or the output has not as many.
     """
     _divisible(buffer)
+    _check_size("output", output.numel(), buffer.local.numel(), buffer)
     buffer.barrier()
-    output = buffer.local.new_empty(buffer.ranks, buffer.local.numel() // buffer.ranks)
+    parts = split(output, buffer.ranks)
     for step in range(buffer.ranks):
         other = (buffer.rank + step) % buffer.ranks
-        output[other].copy_(split(buffer.peers[other], buffer.ranks)[buffer.rank])
+        parts[other].copy_(split(buffer.peers[other], buffer.ranks)[buffer.rank])
     buffer.barrier()
-    return output
 
 
 def _pieces(slices: list[Tensor]):
@@ -122,6 +121,14 @@ def _reduce(pieces: list[Tensor], op: ReduceOp, scratch: Tensor) -> Tensor:
 def _check(op: ReduceOp) -> None:
     if op not in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
         raise ValueError(f"{op} was asked for; SUM, AVG, MIN, MAX and PRODUCT exist here.")
+
+
+def _check_size(name: str, elements: int, needed: float, buffer: SymmetricBuffer) -> None:
+    if elements != needed:
+        raise ValueError(
+            f"an {name} of {elements} elements does not fit a buffer of {buffer.local.numel()} on {buffer.ranks} ranks; it "
+            f"needs {needed:g}."
+        )
 
 
 def _divisible(buffer: SymmetricBuffer) -> None:

@@ -1,7 +1,7 @@
 """Every benchmark, one after the other: python -m tests.bench"""
 
-from tests.bench import hardware, kernels, launch, trace
+from tests.bench import collectives, hardware, kernels, launch, trace
 
-for benchmark in (launch, trace, hardware, kernels):
+for benchmark in (launch, trace, collectives, hardware, kernels):
     benchmark.main()
     print("\n")
