@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from lecture_lib import RankError, World
 from lecture_lib import collectives as c
+from lecture_lib.collectives.cost import cost
 from lecture_lib.trace import ledger
 
 SUM, AVG, MIN, MAX, PRODUCT = (getattr(dist.ReduceOp, op) for op in ("SUM", "AVG", "MIN", "MAX", "PRODUCT"))
@@ -194,14 +195,18 @@ def costs(count):
 def test_messages_and_bytes_are_those_of_the_docstrings(sized):
     n = sized.size
     if n == 1:
-        assert all(cost == (0, 0) for cost in sized.run(costs, 8)[0].values())
+        assert all(sent == (0, 0) for sent in sized.run(costs, 8)[0].values())
         return
     count = 16 * n * n
     by_rank = sized.run(costs, count)
+    for name in c.__all__:
+        model = cost(name, n, (2 if n % 2 == 0 else n) if "hierarchical" in name else None)
+        messages, elements = map(sum, zip(*(costs[name] for costs in by_rank), strict=True))
+        assert (messages, elements) == (model.messages, pytest.approx(model.total * count)), name
     S, share, log = count, (n - 1) * count // n, (n - 1).bit_length()
 
     def each(name):
-        return [cost[name] for cost in by_rank]
+        return [costs[name] for costs in by_rank]
 
     def total(name):
         return tuple(map(sum, zip(*each(name), strict=True)))

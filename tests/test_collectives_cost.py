@@ -23,8 +23,13 @@ MACHINE = cost.Fit(alpha=1e-3, beta=1e-9, residual=0.0)
 
 @given(n=st.integers(1, 64), name=st.sampled_from(c.__all__))
 def test_every_algorithm_has_a_cost(n, name):
-    steps, share = cost.cost(name, n)
-    assert (steps == 0 and share == 0) if n == 1 else (steps >= 1 and share > 0)
+    steps, share, messages, total = cost.cost(name, n)
+    if n == 1:
+        assert steps == share == messages == total == 0
+    else:
+        assert steps >= 1 and share > 0 and messages >= n - 1 and total >= share / 2
+        alone = cost.cost(name, n).on(1)
+        assert alone.steps >= messages and alone.share >= total
 
 
 @given(n=st.integers(2, 64))
@@ -32,7 +37,7 @@ def test_no_algorithm_does_with_less_than_the_lower_bound(n):
     """(n-1)/n S leave and enter a rank of an all-gather or reduce-scatter, twice that for an all-reduce, counting both
     directions of a link as one where both are used; and log2(n) steps reach n ranks."""
     for name in c.__all__:
-        steps, share = cost.cost(name, n)
+        steps, share, *_ = cost.cost(name, n)
         bound = (n - 1) / n * (2 if name.endswith("all_reduce") else 1) * (0.5 if "bidirectional" in name else 1)
         if not name.endswith("all_to_all") and name not in ("naive_gather", "naive_scatter", "naive_broadcast"):
             assert steps >= math.log2(n) - 1e-9 or name == "naive_all_gather"
@@ -63,17 +68,24 @@ def test_the_model_s_bytes_are_those_that_the_busiest_rank_sends(world, name):
     assert busiest == share * 4 * count
 
 
-def test_a_fit_finds_the_machine_that_made_the_times():
+@pytest.mark.parametrize("cores", [None, 1, 2, 8])
+def test_a_fit_finds_the_machine_that_made_the_times(cores):
+    MACHINE = cost.Fit(alpha=1e-3, beta=1e-9, cores=cores)
     rows = [
         bench.Row("all_reduce", name, n, nbytes, MACHINE.seconds(name, n, nbytes))
         for name in ("ring_all_reduce", "tree_all_reduce")
         for n in (2, 4)
         for nbytes in (4, 1 << 12, 1 << 20, 1 << 24)
     ]
-    found = cost.fit(rows)
+    found = cost.fit(rows, cores)
     assert found.alpha == pytest.approx(1e-3) and found.beta == pytest.approx(1e-9) and found.residual < 1e-9
     with pytest.raises(ValueError, match="at least 2 measurements and got 1"):
         cost.fit(rows[:1])
+
+
+def test_on_too_few_cores_the_tree_always_wins():
+    """Both move the same bytes in all, and the tree does it in fewer messages."""
+    assert cost.crossover("tree_all_reduce", "ring_all_reduce", 4, MACHINE._replace(cores=1)) == math.inf
 
 
 @given(n=st.integers(3, 64))

@@ -106,7 +106,7 @@ def size(nbytes: int) -> str:
     """ "4 B", "64 KiB", "16 MiB" """
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if nbytes >= 1 << power:
-            return f"{nbytes / (1 << power):g} {unit}"
+            return f"{nbytes / (1 << power):.3g} {unit}"
     return f"{nbytes} B"
 
 

@@ -9,7 +9,6 @@ in the cache between being added and being written.
     shared.all_reduce(buffer)                     # buffer.local holds the sum, on every rank
 """
 
-import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -126,8 +125,8 @@ def _check(op: ReduceOp) -> None:
 def _check_size(name: str, elements: int, needed: float, buffer: SymmetricBuffer) -> None:
     if elements != needed:
         raise ValueError(
-            f"an {name} of {elements} elements does not fit a buffer of {buffer.local.numel()} on {buffer.ranks} ranks; it "
-            f"needs {needed:g}."
+            f"an {name} of {elements} elements does not fit a buffer of {buffer.local.numel()} on {buffer.ranks} "
+            f"ranks; it needs {needed:g}."
         )
 
 

@@ -8,6 +8,7 @@ import os
 
 from lecture_lib import World
 from lecture_lib.collectives import bench, cost
+from lecture_lib.hardware import detect
 from lecture_lib.hardware.probe import copy_bandwidth
 
 MIB = 1 << 20
@@ -28,13 +29,15 @@ def model(world: World) -> None:
     """Fit alpha and beta to the ring and the tree, predict where they cross, and look where they do."""
     names, sizes = ["ring_all_reduce", "tree_all_reduce"], tuple(4**k for k in range(3, 13))
     rows = world.run(bench.measure, "all_reduce", names, sizes)[0]
-    machine = cost.fit(rows)
     found = by_algorithm(rows)
     faster = [size for size in sizes if found["tree_all_reduce", size].seconds < found["ring_all_reduce", size].seconds]
-    predicted = cost.crossover("tree_all_reduce", "ring_all_reduce", world.size, machine)
-    print(f"  alpha {machine.alpha * 1e6:.0f} µs, 1/beta {1e-9 / machine.beta:.2f} GB/s, off by {machine.residual:.0%}")
-    shown = "never" if math.isinf(predicted) else bench.size(round(predicted))
-    print(f"  tree is faster up to: predicted {shown}, found {bench.size(max(faster)) if faster else 'nowhere'}")
+    for cores, how in ((None, "a core for each rank"), (detect().cores, f"ranks share {detect().cores} cores")):
+        machine = cost.fit(rows, cores)
+        predicted = cost.crossover("tree_all_reduce", "ring_all_reduce", world.size, machine)
+        shown = "any size" if math.isinf(predicted) else bench.size(round(predicted))
+        beta = f"1/beta {1e-9 / machine.beta:.2f} GB/s" if machine.beta else "beta 0"
+        print(f"  model, {how}: alpha {machine.alpha * 1e6:.0f} µs, {beta}, off by {machine.residual:.0%};", end=" ")
+        print(f"the tree is faster up to {shown}, and was up to {bench.size(max(faster)) if faster else 'no size'}")
 
 
 def main() -> None:
