@@ -33,7 +33,7 @@ refresh: $(INSTALLED) ## run all notebooks, or NOTEBOOK, and store what came out
 assets: $(INSTALLED) ## draw the pictures in assets/ again
 	$(IN_VENV) python -m lecture_lib.figures
 
-bench: $(INSTALLED) ## measure what a launch costs on this machine
+bench: $(INSTALLED) ## measure on this machine, beside peers in the same run
 	$(IN_VENV) python -m tests.bench
 
 format: $(INSTALLED) ## put code and notebooks into the common style

@@ -193,7 +193,7 @@ def _gpus() -> tuple[tuple[Gpu, ...], tuple[tuple[str, ...], ...]]:
         return gpus, ()
     try:
         import pynvml
-    except ImportError:  # pip install nvidia-ml-py
+    except ImportError:  # there is none for this system
         return gpus, ()
     try:
         pynvml.nvmlInit()
