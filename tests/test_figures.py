@@ -13,10 +13,20 @@ from matplotlib.textpath import TextPath
 
 from lecture_lib.figures import FIGURES, PALETTE, picture, rank_color
 from lecture_lib.figures import collectives as c
+from lecture_lib.figures.axes import LogAxis, number_words, rate_words, time_words
+from lecture_lib.figures.curve import memory_curve
+from lecture_lib.figures.explorer import RooflineExplorer
 from lecture_lib.figures.palette import FAINT, INK, PAPER, contrast, linear_rgb, text_color
+from lecture_lib.figures.roofline import of_a_layer, roofline
+from lecture_lib.figures.steps import your_ladder
+from lecture_lib.hardware import Machine, Peaks, attainable, bound, get
+from lecture_lib.hardware.detect import Cache
+from lecture_lib.hardware.probe import Level, Point, Report, Transfer
+from tools import refresh
 
 ROOT = Path(__file__).parents[1]
 SVG = "{http://www.w3.org/2000/svg}"
+MACHINE = Machine("a processor", 2, 2**34, (Cache(1, 2**15, 1), Cache(2, 2**19, 1)))
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -30,7 +40,11 @@ def test_no_asset_is_left_over():
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_no_text_touches_another_or_the_edge_even_in_a_wide_font(name):
-    root = ElementTree.fromstring(picture(name).svg)
+    check_that_no_text_touches(picture(name))
+
+
+def check_that_no_text_touches(figure):
+    root = ElementTree.fromstring(figure.svg)
     boxes = []
     for text in root.iter(SVG + "text"):
         size, x, y = (float(text.get(key)) for key in ("font-size", "x", "y"))
@@ -68,6 +82,71 @@ def test_the_words_under_each_picture_in_a_notebook_are_the_pictures_own():
             assert words == picture(name).text, (path.name, name)
             used.add(name)
     assert used == set(FIGURES), "each picture is shown somewhere"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8", "fp32"])
+@pytest.mark.parametrize("machine", ["A100", "H100", "GB200", "this machine"])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 128), (64, 16384), (16384, 16384)])
+def test_a_roofline_has_room_for_its_words(machine, dtype, tokens, width):
+    slow = Peaks("this machine", 1e10, {"bf16": 1e9, "fp8": 1e9, "fp32": 2e11})
+    peaks = slow if machine == "this machine" else get(machine)
+    if (machine, dtype) == ("A100", "fp8"):
+        pytest.skip("it has no such units")
+    operations = of_a_layer(tokens, width, dtype)
+    figure = roofline("explored", operations, peaks, dtype)
+    check_that_no_text_touches(figure)
+    for name, operation in operations.items():
+        assert f"; {name} {number_words(operation.intensity)}, at most " in figure.text
+        share = attainable(operation, peaks) / peaks.peak(dtype)
+        assert f"{share:.1%} of the peak, {bound(operation, peaks)}-bound" in figure.text
+
+
+def test_controls_redraw_the_roofline():
+    explorer = RooflineExplorer(Peaks("this CPU", 1e10, {"fp32": 1e11}))
+    assert repr(explorer).startswith("Roofline of H100, bf16: peak 989 TFLOP/s from 295 FLOP per byte on;")
+    before = explorer.shown.value
+    explorer.tokens.value = 1
+    assert explorer.shown.value != before and "matmul 1, at most 0.3% of the peak" in repr(explorer)
+    explorer.machine.value = "this machine"
+    assert repr(explorer) == "No bf16 peak is known for this machine: choose another number type."
+    assert repr(explorer) in explorer.shown.value
+    explorer.dtype.value = "fp32"
+    assert repr(explorer).startswith("Roofline of this machine, fp32: peak 100 GFLOP/s from 10 FLOP per byte on;")
+
+
+def report(levels: int, latency) -> Report:
+    """What a probe of a machine with that many levels could have measured."""
+    points = [Point(4096 * 2**i, 1e11 / (1 + i), latency and latency * (1 + i)) for i in range(14)]
+    named = [Level(f"L{i + 1}", p.nbytes, p.bandwidth, p.latency) for i, p in enumerate(points[:levels])]
+    transfers = [Transfer("loopback socket", 2**24, 1e9), *(Transfer(f"GPU 0 to GPU {i}", 1, 1e11) for i in (1, 2))]
+    return Report("a processor", tuple(points), tuple(named), tuple(transfers))
+
+
+@pytest.mark.parametrize("draw", [lambda report: memory_curve(report, MACHINE), your_ladder])
+def test_what_was_measured_is_drawn_and_said(draw):
+    fast, slow = draw(report(2, 1e-9)), draw(report(4, None))
+    for figure in (fast, slow):
+        assert figure.png.startswith(b"\x89PNG") and figure._repr_mimebundle_()["text/plain"] == figure.text
+        assert "L1 " in figure.text and "L2 " in figure.text and "\n" not in figure.text
+    assert fast.text != slow.text and refresh.sanitised(fast.text) == refresh.sanitised(slow.text)
+
+
+def test_your_ladder_shows_one_other_gpu():
+    assert "GPU 0 to GPU 1 10 ms" in your_ladder(report(2, 1e-9)).text
+    assert "to GPU 2" not in your_ladder(report(2, 1e-9)).text
+
+
+def test_numbers_on_axes():
+    axis = LogAxis(1, 1000, 100, 400)
+    assert [axis.at(value) for value in (0.1, 1, 10, 1000, 1e6)] == pytest.approx([100, 100, 200, 400, 400])
+    assert axis.decades() == [1, 10, 100, 1000] and LogAxis(2, 99, 0, 1).decades() == [10]
+    assert [time_words(t) for t in (2.49e-6, 1e-4, 2.22e-3, 0.0999, 1, 21)] == [
+        "2.5 µs", "0.1 ms", "2.2 ms", "100 ms", "1 s", "21 s"
+    ]  # fmt: skip
+    assert [rate_words(r) for r in (12.0, 3.3e6, 1.1e11, 989.4e12, 2.5e15)] == [
+        "12 FLOP/s", "3.3 MFLOP/s", "110 GFLOP/s", "989 TFLOP/s", "2500 TFLOP/s"
+    ]  # fmt: skip
+    assert [number_words(x) for x in (0.625, 62.67, 999.6, 1365.3)] == ["0.625", "62.7", "1,000", "1,365"]
 
 
 def test_text_stands_out_from_what_it_is_written_on():

@@ -22,6 +22,7 @@ from tools import refresh
         ("World(4), gloo, 1 CPU thread per rank", "World(4), nccl, 8 CPU threads per rank"),
         ("Cell In[12], line 2", "Cell In[1], line 2"),
         ("this machine: 2 cores, no GPU\nnext", "this machine: 16 cores, 8 x NVIDIA H200\nnext"),
+        ("this machine: a\n  L1 1\n  L2 2\nnext", "this machine: b\n  L1 3\nnext"),
     ],
 )
 def test_machines_may_differ_in(one_machine, another):

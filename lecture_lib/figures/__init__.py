@@ -10,10 +10,17 @@ from collections.abc import Callable
 
 from . import collectives as c
 from .barrier import barrier
+from .energy import energy
 from .exchange import exchange
+from .fabric import nodes, rack
+from .fusion import fusion
 from .ladder import ladder
 from .palette import PALETTE, rank_color
+from .roofline import of_a_layer, roofline
+from .steps import ladders
 from .svg import Figure
+from .tiles import tiles
+from .topology import ring, shared_memory, tree
 from .world import world
 
 __all__ = ["FIGURES", "PALETTE", "Figure", "picture", "rank_color"]
@@ -21,6 +28,13 @@ __all__ = ["FIGURES", "PALETTE", "Figure", "picture", "rank_color"]
 # One function for each file in assets/. Drawing takes milliseconds, so nothing is drawn before it is asked for.
 FIGURES: dict[str, Callable[[str], Figure]] = {
     "ladder": ladder,
+    "ladders": ladders,
+    "roofline": lambda name: roofline(name, of_a_layer(tokens=4096, width=4096), "H100"),
+    "tiles": tiles,
+    "fusion": fusion,
+    "nodes": nodes,
+    "rack": rack,
+    "energy": energy,
     "world": world,
     "broadcast": lambda name: exchange(name, "Broadcast", c.root_only(), c.broadcast),
     "scatter": lambda name: exchange(name, "Scatter", c.root_only(), c.scatter, to=True),
@@ -36,6 +50,9 @@ FIGURES: dict[str, Callable[[str], Figure]] = {
     "all_to_all": lambda name: exchange(name, "All-to-all", c.everyone(), c.all_to_all, to=True, source=True),
     "barrier": barrier,
     "send_recv": lambda name: exchange(name, "Send and receive", c.everyone(), c.send_recv),
+    "ring": ring,
+    "tree": tree,
+    "shared_memory": shared_memory,
     "batch_send_recv": lambda name: exchange(name, "Batched send and receive", c.everyone(), c.batch_send_recv),
 }
 
