@@ -148,9 +148,12 @@ def code_cells(path: Path) -> list:
 # ---- the tests -------------------------------------------------------------------------------------------------------
 
 
-def test_run_all_cells(new_page, lab, course):
-    """Of both notebooks at the same time, each with a kernel and a world of its own."""
-    pages = {name: new_page() for name in ("00_start_here", "02_collectives")}
+@pytest.mark.parametrize(
+    "names", [("00_start_here", "02_collectives"), ("01_memory_hierarchy", "03_inside_collectives")], ids="-".join
+)
+def test_run_all_cells(new_page, lab, course, names):
+    """Of two notebooks at the same time, each with a kernel and a world of its own."""
+    pages = {name: new_page() for name in names}
     for name, page in pages.items():
         open_notebook(page, lab, name)
     for page in pages.values():
@@ -159,6 +162,23 @@ def test_run_all_cells(new_page, lab, course):
         choose(page, "Run", "runmenu:run-all")
     for name, page in pages.items():
         check_that_all_ran(page, course / "notebooks" / f"{name}.ipynb")
+    for name, page in pages.items():
+        assert move_each_slider(page) == SLIDERS.get(name, 0)
+
+
+SLIDERS = {"01_memory_hierarchy": 2, "03_inside_collectives": 1}
+
+
+def move_each_slider(page: Page) -> int:
+    """A step to the right redraws what hangs on the slider. Returns how many there are."""
+    for slider in page.locator(".widget-slider").all():
+        drawing = slider.locator("xpath=ancestor::*[contains(@class, 'widget-vbox')]").last.locator("svg").first
+        slider.scroll_into_view_if_needed()
+        before = drawing.inner_html()
+        slider.locator(".noUi-handle").focus()
+        page.keyboard.press("ArrowRight")
+        expect(drawing).not_to_have_js_property("innerHTML", before)
+    return page.locator(".widget-slider").count()
 
 
 def check_that_all_ran(page: Page, path: Path) -> None:
