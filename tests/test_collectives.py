@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 import math
+import os
 import re
 import sys
 
@@ -142,6 +143,30 @@ def test_all_to_all_with_uneven_pieces(world):
 
     for name in ALL_TO_ALL:
         assert world.run(step, name) == [True] * 4
+
+
+def test_explicit_equal_pieces_go_with_implied_ones(world):
+    def step():
+        splits = [2, 2, 2, 2] if dist.get_rank() == 1 else None
+        x, out = torch.arange(8.0) + 10 * dist.get_rank(), torch.empty(8)
+        c.pairwise_all_to_all(out, x, splits, splits)
+        return out.tolist()
+
+    assert world.run(step)[1] == [2, 3, 12, 13, 22, 23, 32, 33]
+
+
+def test_tensors_that_require_grad_and_booleans(world):
+    def step():
+        x = torch.ones(4, requires_grad=dist.get_rank() == 1)
+        for name in ALL_REDUCE:
+            y = x.clone().detach().requires_grad_(x.requires_grad)
+            getattr(c, name)(y)
+            assert y.tolist() == [4.0] * 4, name
+        any_of_them = torch.tensor([dist.get_rank() == 2, False])
+        c.ring_all_reduce(any_of_them, MAX)
+        return any_of_them.tolist()
+
+    assert world.run(step) == [[True, False]] * 4
 
 
 def test_groups_with_global_roots(world):
@@ -332,6 +357,35 @@ def bad_root():
     c.ring_broadcast(torch.ones(4), src=4)
 
 
+def rows_of_different_width():
+    width = 3 if dist.get_rank() else 2
+    c.naive_all_to_all(torch.empty(4, width), torch.ones(4, width), [1] * 4, [1] * 4)
+
+
+def no_rows():
+    c.pairwise_all_to_all(torch.tensor(1.0), torch.tensor(1.0))
+
+
+def dtype_that_cannot_be_added():
+    c.ring_all_reduce(torch.ones(4).to(torch.float8_e4m3fn))
+
+
+def misspelt():
+    c.ring_all_reduce(torch.ones(4), **({"operator": SUM} if dist.get_rank() == 1 else {}))
+
+
+def list_of_numbers():
+    c.tree_gather(torch.ones(1), [1, 2, 3, 4] if dist.get_rank() == 0 else None)
+
+
+def other_nodes():
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if dist.get_rank() < 2 else "1"
+    try:
+        c.hierarchical_all_reduce(torch.ones(4))
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"] = "4"
+
+
 def bad_nodes():
     c.hierarchical_all_reduce(torch.ones(4), ranks_per_node=3)
 
@@ -360,7 +414,13 @@ def device_mix():
         (uneven_rows, "brought an input of 6 rows, which 4 ranks cannot share equally"),
         (pieces_that_do_not_fit, "rank 0 of the group sends 2 rows to rank 0, which expects 1"),
         (bad_root, "named src=4, which is not in the group [0, 1, 2, 3]"),
-        (bad_nodes, "4 ranks cannot be 3 to a node"),
+        (bad_nodes, "rank 0 asked for 3 ranks to a node; ranks_per_node must divide the 4 ranks"),
+        (other_nodes, "the ranks disagree: rank 2 called hierarchical_all_reduce(float32[4] on cpu"),
+        (rows_of_different_width, "rank 0 called naive_all_to_all(float32[rows, 2] on cpu, float32[rows, 2] on cpu)"),
+        (no_rows, "brought an input without rows"),
+        (dtype_that_cannot_be_added, "which torch cannot do there"),
+        (misspelt, "rank 1 called it wrongly: got an unexpected keyword argument 'operator'"),
+        (list_of_numbers, "rank 0 brought arguments that cannot be right"),
         (device_mix, "all tensors of a call need one dtype and one kind of device"),
     ],
 )

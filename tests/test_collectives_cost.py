@@ -38,7 +38,9 @@ def test_no_algorithm_does_with_less_than_the_lower_bound(n):
     directions of a link as one where both are used; and log2(n) steps reach n ranks."""
     for name in c.__all__:
         steps, share, *_ = cost.cost(name, n)
-        bound = (n - 1) / n * (2 if name.endswith("all_reduce") else 1) * (0.5 if "bidirectional" in name else 1)
+        bound = (
+            (n - 1) / n * (2 if name.endswith("all_reduce") else 1) * (0.5 if "bidirectional" in name and n > 2 else 1)
+        )
         if not name.endswith("all_to_all") and name not in ("naive_gather", "naive_scatter", "naive_broadcast"):
             assert steps >= math.log2(n) - 1e-9 or name == "naive_all_gather"
         if name not in ("ring_broadcast", "ring_reduce"):
@@ -100,6 +102,8 @@ def test_both_take_the_same_time_at_the_crossover(n):
 def test_a_name_that_does_not_exist_is_told():
     with pytest.raises(ValueError, match="there is no algorithm 'star'"):
         cost.cost("star", 4)
+    with pytest.raises(ValueError, match="6 ranks cannot be 4 to a node"):
+        cost.cost("hierarchical_all_reduce", 6, 4)
     with pytest.raises(ValueError, match="there is no collective 'all'"):
         bench.measure("all")
     with pytest.raises(ValueError, match="there is no 'star' for all_reduce; choose from torch, shared, "):
@@ -249,7 +253,26 @@ def test_mistakes_over_shared_memory_are_told(world):
     for mistake, says in [
         (lambda b: shared.all_gather(b), "a buffer of 6 elements cannot be shared equally by 4 ranks"),
         (lambda b: shared.all_reduce(b, dist.ReduceOp.BAND), "SUM, AVG, MIN, MAX and PRODUCT exist here"),
-        (lambda b: shared.reduce_scatter(torch.ones(2), b), "an output of 2 elements does not fit a buffer of 6 on 4"),
-        (lambda b: shared.broadcast(b, 4), "src is 4, and the buffer has ranks 0 to 3"),
+        (lambda b: shared.all_to_all(torch.ones(2), b), "a buffer of 6 elements cannot be shared equally by 4 ranks"),
+        (lambda b: shared.broadcast(b, 4), "src is 4, and the buffer belongs to ranks [0, 1, 2, 3]"),
+    ]:
+        assert all(says in message for message in world.run(step, mistake))
+
+
+def test_outputs_and_averages_that_cannot_be_are_told(world):
+    def step(mistake):
+        buffer = SymmetricBuffer(8, torch.int64)
+        try:
+            mistake(buffer)
+        except ValueError as error:
+            return str(error)
+        finally:
+            buffer.close()
+
+    for mistake, says in [
+        (lambda b: shared.reduce_scatter(torch.ones(3), b), "an output of 3 elements, torch.float32, does not fit"),
+        (lambda b: shared.reduce_scatter(torch.ones(2), b), "it needs 2 elements of that dtype"),
+        (lambda b: shared.all_to_all(torch.ones(2), b), "it needs 8 elements of that dtype"),
+        (lambda b: shared.all_reduce(b, dist.ReduceOp.AVG), "AVG was asked for, of torch.int64"),
     ]:
         assert all(says in message for message in world.run(step, mistake))

@@ -235,6 +235,24 @@ def test_a_long_timeline_loses_no_wait(world):
     assert world.run(step) == [(200, True)] * 4
 
 
+def test_functional_collectives_end_when_somebody_needs_them_and_recv_from_anyone_works(world):
+    def step():
+        import torch.distributed._functional_collectives as functional
+
+        rank = dist.get_rank()
+        with timeline() as line:
+            total = functional.all_reduce(torch.ones(8), "sum", dist.group.WORLD) + 1
+            if rank == 0:
+                assert dist.recv(torch.ones(1)) == 3
+            if rank == 3:
+                dist.send(torch.ones(1), 0)
+        return line, total.tolist()
+
+    for line, total in world.run(step):
+        assert total == [5.0] * 8
+        assert all(event.end is not None and event.end > event.begin for event in line.events)
+
+
 def test_clocks_that_differ_are_aligned(world):
     """Ranks whose clocks are hours apart see the same barrier end at the same time."""
 

@@ -14,6 +14,7 @@ Read in this order:
     halving.py       partners exchange half, a quarter, an eighth
     hierarchical.py  within each node, then across nodes
     pairwise.py      all-to-all, one partner at a time
+    shared.py        no messages: every rank reads and writes the memory of all others
     agreement.py     why a mistake on one rank is one clear error on all of them
     cost.py          how long each should take: the alpha-beta model, fitted to this machine
     bench.py         how long each takes: the table of NCCL tests

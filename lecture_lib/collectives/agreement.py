@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from lecture_lib.collectives.exchange import combine, ranks_of_a_node
 from lecture_lib.trace import unrecorded
 
 OPERATORS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
@@ -31,25 +32,34 @@ def collective(algorithm):
 
     @functools.wraps(algorithm)
     def checked(*args, **kwargs):
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        _agree(algorithm.__name__, bound.arguments)
-        return algorithm(*bound.args, **bound.kwargs)
+        try:
+            arguments = signature.bind(*args, **kwargs)
+            arguments.apply_defaults()
+            arguments, problem = arguments.arguments, None
+        except TypeError as error:  # the other ranks wait for this one's word all the same
+            arguments, problem = {"group": kwargs.get("group")}, f"called it wrongly: {error}."
+        with torch.no_grad():  # as in torch.distributed, gradients do not flow through a collective
+            _agree(algorithm.__name__, arguments, problem)
+            return algorithm(**arguments)
 
     return checked
 
 
-def _agree(name: str, arguments: dict) -> None:
+def _agree(name: str, arguments: dict, problem: str | None) -> None:
     group = arguments["group"]
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     if rank < 0:
         members = dist.get_process_group_ranks(group)
         raise ValueError(f"{name}: rank {dist.get_rank()} is not in the group {members}; only its ranks may call this.")
-    problem = _problem(arguments, n, rank)
+    if arguments.get("ranks_per_node", 1) is None:
+        arguments["ranks_per_node"] = ranks_of_a_node(n)
+    if problem is None:
+        try:
+            problem = _problem(arguments, n, rank)
+        except Exception as error:
+            problem = f"brought arguments that cannot be right ({type(error).__name__}: {error})."
     description = problem or f"called {name}({_description(arguments)})"
-    splits = [*(arguments.get("input_split_sizes") or [0] * n), *(arguments.get("output_split_sizes") or [0] * n)]
-    if problem:
-        splits = [0] * (2 * n)
+    splits = [0] * (2 * n) if problem else [*_split_sizes("input", arguments, n), *_split_sizes("output", arguments, n)]
     mine = torch.tensor([_digest(description), problem is not None, *splits])  # (2 + 2n,)
     everyone = _gather(mine, n, group)  # (n, 2 + 2n)
     if everyone[:, 1].any() or (everyone[:, 0] != everyone[0, 0]).any():
@@ -64,6 +74,13 @@ def _agree(name: str, arguments: dict) -> None:
             f"{name}: rank {at} of the group sends {sent[at, to]} rows to rank {to}, which expects {expected[to, at]}; "
             "input_split_sizes of the one must be output_split_sizes of the other."
         )
+
+
+def _split_sizes(name: str, arguments: dict, n: int) -> list[int]:
+    """Rows for or from each rank in an all-to-all; zeros in any other collective."""
+    if f"{name}_split_sizes" not in arguments:
+        return [0] * n
+    return list(arguments[f"{name}_split_sizes"] or [arguments[name].shape[0] // n] * n)
 
 
 def _gather(mine: Tensor, n: int, group) -> Tensor:
@@ -131,14 +148,18 @@ def _problem(arguments: dict, n: int, rank: int) -> str | None:
             return f"asked for {op}; SUM, AVG, MIN, MAX and PRODUCT exist here."
         if op == ReduceOp.AVG and not (first.is_floating_point() or first.is_complex()):
             return f"asked for the average of {_of(first)}; AVG needs a floating-point tensor, so use SUM and divide."
-        if op in (ReduceOp.MIN, ReduceOp.MAX) and first.is_complex():
-            return f"asked for {op} of {_of(first)}; complex numbers have no order."
-        if first.dtype == torch.bool:
-            return f"asked for a reduction of {_of(first)}; convert it to torch.uint8 first."
+        one = first.new_empty(1)
+        try:
+            combine(one, one, op, out=one)
+        except (RuntimeError, TypeError) as error:
+            return f"asked for {op} of {_of(first)}, which torch cannot do there ({error}); convert it first."
     for root in ("src", "dst"):
         members = dist.get_process_group_ranks(group or dist.group.WORLD)
         if root in arguments and arguments[root] not in members:
             return f"named {root}={arguments[root]}, which is not in the group {members}."
+    k = arguments.get("ranks_per_node", 1)
+    if k < 1 or n % k:
+        return f"asked for {k} ranks to a node; ranks_per_node must divide the {n} ranks."
     if (problem := _wrong_sizes(arguments, n)) is not None:
         return problem
     return _wrong_list(arguments, n)
@@ -152,7 +173,9 @@ def _wrong_sizes(arguments: dict, n: int) -> str | None:
     have = f"brought an output of {output.numel()} elements for an input of {input_.numel()}"
     if "output_split_sizes" in arguments:  # all-to-all
         for name, tensor in (("input", input_), ("output", output)):
-            splits, rows = arguments[f"{name}_split_sizes"], tensor.shape[0] if tensor.dim() else 0
+            if tensor.dim() == 0:
+                return f"brought an {name} without rows; all-to-all needs at least one dimension."
+            splits, rows = arguments[f"{name}_split_sizes"], tensor.shape[0]
             if splits is None and rows % n:
                 return (
                     f"brought an {name} of {rows} rows, which {n} ranks cannot share equally; pass {name}_split_sizes."
@@ -183,9 +206,10 @@ def _wrong_list(arguments: dict, n: int) -> str | None:
     return None
 
 
-def _of(tensor: Tensor) -> str:
-    """ "float32[4, 2] on cpu" """
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device.type}"
+def _of(tensor: Tensor, rows: bool = False) -> str:
+    """ "float32[4, 2] on cpu", or, with ``rows``, "float32[rows, 2] on cpu" """
+    shape = ", ".join(["rows" if rows and i == 0 else str(size) for i, size in enumerate(tensor.shape)])
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{shape}] on {tensor.device.type}"
 
 
 def _description(arguments: dict) -> str:
@@ -193,9 +217,7 @@ def _description(arguments: dict) -> str:
     said = []
     for name, value in arguments.items():
         if isinstance(value, Tensor):
-            uneven = arguments.get(f"{name}_split_sizes") is not None
-            of = _of(value)
-            said.append(of.replace("[" + of.partition("[")[2].partition("]")[0], "[rows") if uneven else of)
+            said.append(_of(value, rows=f"{name}_split_sizes" in arguments))  # the rows of an all-to-all may differ
         elif name not in ("group", "scatter_list", "gather_list") and not name.endswith("sizes") and value is not None:
             said.append(f"{name}={value}")
     return ", ".join(said)

@@ -84,7 +84,11 @@ def measure(
     n = dist.get_world_size(group)
     rows = []
     for nbytes in sizes:
-        count = max(1, nbytes // 4 // n) * n if collective not in ("all_reduce", "broadcast", "reduce") else nbytes // 4
+        count = (
+            max(1, nbytes // 4 // n) * n
+            if collective not in ("all_reduce", "broadcast", "reduce")
+            else max(1, nbytes // 4)
+        )
         for name in algorithms or known:
             call = _call(collective, name, count, group)
             rows.append(Row(collective, name, n, 4 * count, _seconds(call, group)))
@@ -92,7 +96,9 @@ def measure(
 
 
 def table(rows: list[Row]) -> str:
-    """size, time, algbw and busbw of every row."""
+    """size, time, algbw and busbw of every row; of one collective on one number of ranks."""
+    if not rows:
+        return "no rows"
     head = f"{'size':>10}  {'algorithm':<34}{'time':>12}{'algbw':>14}{'busbw':>14}"
     lines = [
         f"{size(row.nbytes):>10}  {row.algorithm:<34}{row.seconds * 1e6:>9.1f} µs"
@@ -183,6 +189,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--algorithm", nargs="*", help="'torch', 'shared' or functions of lecture_lib.collectives")
     parser.add_argument("--max-bytes", type=int, default=SIZES[-1], help="largest tensor (default: 256 MiB)")
     options = parser.parse_args(arguments)
+    if options.max_bytes < SIZES[0]:
+        parser.error(f"--max-bytes must be at least {SIZES[0]}, the smallest size, and is {options.max_bytes}.")
     task = (options.collective, options.algorithm, tuple(s for s in SIZES if s <= options.max_bytes))
     if options.ranks:
         from lecture_lib import World

@@ -1,7 +1,8 @@
 """Two rings at once: half of the tensor goes right, the other half goes left.
 
-A link that carries data in both directions at the same time, as NVLink and Ethernet do, is then used in both. Each rank
-sends as many bytes as on one ring, half of them each way, so each direction of a link carries half.
+Each rank sends as many bytes as on one ring, half of them each way. That pays where a rank has a link of its own to
+each neighbour, as in a ring or torus of chips: then each link carries half. Through one port of a switch, or one
+network card, all of it passes the same link, and nothing is gained.
 """
 
 from torch import Tensor

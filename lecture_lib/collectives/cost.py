@@ -3,8 +3,9 @@
     time = steps x alpha + bytes x beta
 
 alpha: seconds that a message takes however short it is; beta: seconds per byte, one over the bandwidth. ``steps`` are
-messages that wait for one another, ``bytes`` what the busiest link carries in one direction. Both follow from the
-algorithm; alpha and beta belong to the machine and are fitted to measurements. Adding up is not counted.
+messages that wait for one another, ``bytes`` what the busiest link carries one after the other, whether in or out.
+Both follow from the algorithm; alpha and beta belong to the machine and are fitted to measurements. Adding up is not
+counted.
 
 Where ranks are processes that share fewer cores than there are ranks, they take turns. Then a core has to handle its
 share of all messages and all bytes, and that counts if it is more.
@@ -20,8 +21,9 @@ from lecture_lib.collectives.bench import Row
 
 
 class Cost(NamedTuple):
-    """``steps``: messages one after the other. ``share``: bytes on the busiest link, as a multiple of S, the bytes of
-    the whole tensor (see bench.py). ``messages``, ``total``: the same, of all ranks together."""
+    """``steps``: messages one after the other. ``share``: bytes that the busiest link carries one after the other, as a
+    multiple of S, the bytes of the whole tensor (see bench.py). ``messages``, ``total``: the same, of all ranks.
+    """
 
     steps: float
     share: float
@@ -43,9 +45,13 @@ def cost(algorithm: str, n: int, ranks_per_node: int | None = None) -> Cost:
     """Of a function of this package on n ranks. S is the whole tensor: the output of an all-gather or gather, the input
     of a reduce-scatter, scatter or all-to-all.
 
-    Raises ValueError for a name that the package lacks.
+    A bidirectional ring counts as two links a rank, one to each neighbour. Raises ValueError for a name that the
+    package lacks and for ranks_per_node that does not divide n.
     """
     k = ranks_per_node or n
+    if n % k:
+        raise ValueError(f"{n} ranks cannot be {k} to a node.")
+    ways = 2 if n > 2 else 1  # two ranks are each other's neighbour on both sides
     m = n // k
     share, log = (n - 1) / n, _log(n)
     p = 1 << (n.bit_length() - 1)  # the power of two that doubling and halving work with
@@ -68,11 +74,9 @@ def cost(algorithm: str, n: int, ranks_per_node: int | None = None) -> Cost:
         "ring_all_gather": Cost(n - 1, share, n * (n - 1), n - 1),
         "ring_broadcast": Cost(2 * n - 2, 2 * share, n * (n - 1), n - 1),  # 2n - 2 steps of S/n down the chain
         "ring_reduce": Cost(2 * n - 2, 2 * share, n * (n - 1), n - 1),
-        "bidirectional_ring_all_reduce": Cost(
-            2 * (n - 1), share, 4 * n * (n - 1), 2 * (n - 1)
-        ),  # half in each direction
-        "bidirectional_ring_reduce_scatter": Cost(n - 1, share / 2, 2 * n * (n - 1), n - 1),
-        "bidirectional_ring_all_gather": Cost(n - 1, share / 2, 2 * n * (n - 1), n - 1),
+        "bidirectional_ring_all_reduce": Cost(2 * (n - 1), 2 * share / ways, 4 * n * (n - 1), 2 * (n - 1)),
+        "bidirectional_ring_reduce_scatter": Cost(n - 1, share / ways, 2 * n * (n - 1), n - 1),
+        "bidirectional_ring_all_gather": Cost(n - 1, share / ways, 2 * n * (n - 1), n - 1),
         "tree_broadcast": Cost(log, log, n - 1, n - 1),
         "tree_reduce": Cost(log, log, n - 1, n - 1),
         "tree_all_reduce": Cost(2 * log, 2 * log, 2 * (n - 1), 2 * (n - 1)),

@@ -3,6 +3,8 @@
 Ranks are counted within the group: 0 to n - 1, whatever the group's global ranks are.
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +21,11 @@ def place(group: ProcessGroup | None) -> tuple[int, int]:
 def root_in(group: ProcessGroup | None, global_rank: int) -> int:
     """A global rank's number within the group."""
     return global_rank if group is None else dist.get_group_rank(group, global_rank)
+
+
+def ranks_of_a_node(n: int) -> int:
+    """As many as torchrun and World say, or all n in a smaller group."""
+    return min(n, int(os.environ.get("LOCAL_WORLD_SIZE", n)))
 
 
 def exchange(group: ProcessGroup | None, *, sends: list[Part] = (), receives: list[Part] = ()) -> None:

@@ -2,17 +2,15 @@
 
 Ranks 0 to k-1 are the first node, k to 2k-1 the second, and so on, as torchrun numbers them; k divides n. Unless you
 say how many ranks_per_node there are, it is as many as torchrun says (LOCAL_WORLD_SIZE), or all n in a smaller group.
-An all-reduce of S bytes then sends 2(m-1)/m S/k between m = n/k nodes by each rank, where one ring over all ranks would
-send almost 2 S over the links between nodes.
+All k ranks of a node send across at the same time, each its own slice, so k network cards work in parallel; and only
+2(m-1) steps of an all-reduce cross nodes, m = n/k of them, where a ring over all ranks has 2(n-1).
 """
-
-import os
 
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from lecture_lib.collectives.agreement import collective
-from lecture_lib.collectives.exchange import accumulate, average, exchange, place, split
+from lecture_lib.collectives.exchange import accumulate, average, exchange, place, ranks_of_a_node, split
 
 
 @collective
@@ -56,9 +54,7 @@ def hierarchical_all_gather(
 
 def _levels(n: int, rank: int, ranks_per_node: int | None) -> tuple[list[int], list[int]]:
     """The ranks of my node, and the ranks at my place in each node."""
-    k = ranks_per_node or min(n, int(os.environ.get("LOCAL_WORLD_SIZE", n)))
-    if k < 1 or n % k:
-        raise ValueError(f"{n} ranks cannot be {k} to a node; ranks_per_node must divide {n}.")
+    k = ranks_per_node or ranks_of_a_node(n)
     return list(range(rank - rank % k, rank - rank % k + k)), list(range(rank % k, n, k))
 
 

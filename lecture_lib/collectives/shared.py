@@ -4,14 +4,19 @@ The data lives in a SymmetricBuffer, which all ranks of a machine have mapped. A
 messages: after it, what the others wrote can be read. Each byte is touched as often as it must be, in pieces that stay
 in the cache between being added and being written.
 
+There is no agreement beforehand, as agreement.py has it, since that would take longer than the rest: all ranks have to
+ask for the same.
+
     buffer = SymmetricBuffer((1 << 20,), torch.float32)
     buffer.local.copy_(gradients)
     shared.all_reduce(buffer)                     # buffer.local holds the sum, on every rank
 """
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from lecture_lib.collectives.agreement import OPERATORS
 from lecture_lib.collectives.exchange import average, combine, split
 from lecture_lib.kernels import SymmetricBuffer
 
@@ -24,7 +29,7 @@ def all_reduce(buffer: SymmetricBuffer, op: ReduceOp = ReduceOp.SUM) -> None:
     2 barriers; of S bytes in a buffer each rank reads S and writes S, of which (n-1)/n in other ranks' memory.
     Raises ValueError for an operator that is none of SUM, AVG, MIN, MAX, PRODUCT.
     """
-    _check(op)
+    _check(op, buffer)
     buffer.barrier()  # all have written what is to be summed
     slices = [split(peer, buffer.ranks)[buffer.rank] for peer in buffer.peers]  # n of (about count / n,)
     scratch = _scratch(slices[0])
@@ -40,8 +45,9 @@ def reduce_scatter(output: Tensor, buffer: SymmetricBuffer, op: ReduceOp = Reduc
 
     2 barriers; each rank reads S bytes and writes S/n. Raises ValueError if the output is not an nth of the buffer.
     """
-    _check(op)
-    _check_size("output", output.numel(), buffer.local.numel() / buffer.ranks, buffer)
+    _check(op, buffer)
+    _divisible(buffer)
+    _check_output(output, buffer.local.numel() // buffer.ranks, buffer)
     buffer.barrier()
     slices = [split(peer, buffer.ranks)[buffer.rank] for peer in buffer.peers]
     scratch = _scratch(slices[0])
@@ -66,15 +72,17 @@ def all_gather(buffer: SymmetricBuffer) -> None:
 
 
 def broadcast(buffer: SymmetricBuffer, src: int = 0) -> None:
-    """Every rank copies the buffer of rank ``src`` of the group. In place.
+    """Every rank copies the buffer of the root. In place. ``src``: its global rank.
 
     2 barriers; every rank but the root reads and writes S bytes.
     """
-    if not 0 <= src < buffer.ranks:
-        raise ValueError(f"shared.broadcast: src is {src}, and the buffer has ranks 0 to {buffer.ranks - 1}.")
+    members = dist.get_process_group_ranks(buffer.group or dist.group.WORLD)
+    if src not in members:
+        raise ValueError(f"shared.broadcast: src is {src}, and the buffer belongs to ranks {members}.")
+    root = members.index(src)
     buffer.barrier()
-    if buffer.rank != src:
-        buffer.local.copy_(buffer.peers[src])
+    if buffer.rank != root:
+        buffer.local.copy_(buffer.peers[root])
     buffer.barrier()
 
 
@@ -85,7 +93,7 @@ def all_to_all(output: Tensor, buffer: SymmetricBuffer) -> None:
     Raises ValueError if n does not divide the elements, or the output has not as many.
     """
     _divisible(buffer)
-    _check_size("output", output.numel(), buffer.local.numel(), buffer)
+    _check_output(output, buffer.local.numel(), buffer)
     buffer.barrier()
     parts = split(output, buffer.ranks)
     for step in range(buffer.ranks):
@@ -117,16 +125,20 @@ def _reduce(pieces: list[Tensor], op: ReduceOp, scratch: Tensor) -> Tensor:
     return first
 
 
-def _check(op: ReduceOp) -> None:
-    if op not in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
+def _check(op: ReduceOp, buffer: SymmetricBuffer) -> None:
+    if op not in OPERATORS:
         raise ValueError(f"{op} was asked for; SUM, AVG, MIN, MAX and PRODUCT exist here.")
-
-
-def _check_size(name: str, elements: int, needed: float, buffer: SymmetricBuffer) -> None:
-    if elements != needed:
+    if op == ReduceOp.AVG and not (buffer.dtype.is_floating_point or buffer.dtype.is_complex):
         raise ValueError(
-            f"an {name} of {elements} elements does not fit a buffer of {buffer.local.numel()} on {buffer.ranks} "
-            f"ranks; it needs {needed:g}."
+            f"AVG was asked for, of {buffer.dtype}; it needs a floating-point buffer, so use SUM and divide."
+        )
+
+
+def _check_output(output: Tensor, elements: int, buffer: SymmetricBuffer) -> None:
+    if output.numel() != elements or output.dtype != buffer.dtype:
+        raise ValueError(
+            f"an output of {output.numel()} elements, {output.dtype}, does not fit a buffer of {buffer.local.numel()} "
+            f"on {buffer.ranks} ranks, {buffer.dtype}; it needs {elements} elements of that dtype."
         )
 
 

@@ -31,6 +31,7 @@ import torch
 import torch._C._distributed_c10d as c
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _paused = contextvars.ContextVar("paused", default=False)
 
@@ -159,13 +160,16 @@ _OPERATORS: dict[object, Operator] = {
 }
 
 
+_WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
+
+
 class Recorder(TorchDispatchMode):
     """Hands each operation of this rank to ``on_call(call, work)``; ``work`` is None for functional collectives. What
     ``on_call`` returns, if anything, takes the place of the work."""
 
-    def __init__(self, on_call):
+    def __init__(self, on_call, on_result=None, on_waited=None):
         super().__init__()
-        self._on_call = on_call
+        self._on_call, self._on_result, self._on_waited = on_call, on_result, on_waited
         self._groups: dict[object, tuple[tuple[int, ...], int]] = {}  # group -> its global ranks, my place among them
 
     @classmethod
@@ -175,10 +179,17 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         operator = _OPERATORS.get(func)
         if operator is None or _paused.get():
-            return func(*args, **kwargs) if kwargs else func(*args)
+            result = func(*args, **kwargs) if kwargs else func(*args)
+            if self._on_waited and (types or func is _WAIT_TENSOR):
+                for tensor in filter(lambda leaf: isinstance(leaf, torch.Tensor), tree_leaves((args, kwargs))):
+                    self._on_waited(getattr(tensor, "elem", tensor))  # an AsyncCollectiveTensor waits where it is used
+            return result
         if isinstance(operator.group, str):
             self._on_call(self._read(operator, _resolve(func, args, kwargs or {}), args, kwargs or {}), None)
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if self._on_result:
+                self._on_result(_flat(result))
+            return result
         group = c.ProcessGroup.unbox(args[operator.group])
         call = self._read(operator, group, args, {})
         if operator.call and (work := operator.call(group, args)):

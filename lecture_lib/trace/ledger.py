@@ -47,7 +47,8 @@ class Ledger:
 def ledger() -> Iterator[Ledger]:
     """Count every collective and message that this rank begins in the block, whoever begins it.
 
-    Works in a rank of a World, under torchrun, and with the fake backend. Blocks may be nested: each counts its own.
+    Works in a rank of a World, under torchrun, and with the fake backend. Blocks may be nested: each counts its own. A
+    block sees the thread that opened it and the backward pass that this thread starts, and no other thread.
     """
     led = Ledger()
     with Recorder(lambda call, _: led.calls.append(call)):

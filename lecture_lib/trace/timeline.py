@@ -68,13 +68,23 @@ def timeline(clock=time.perf_counter) -> Iterator[Timeline]:
         _TimedWork.forget_finished()
         event = Event(call.name, now(), None, call)
         line.events.append(event)
-        if work is None:  # a functional collective: its wait is not visible here
+        if work is None:  # a functional collective: wait_tensor ends it
             return None
         return _TimedWork(work, event, now)
 
+    results: dict[int, Event] = {}  # of functional collectives, by where their result lies
+
+    def on_result(tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            results[tensor.untyped_storage()._cdata] = line.events[-1]
+
+    def on_waited(tensor: torch.Tensor) -> None:
+        if event := results.pop(tensor.untyped_storage()._cdata, None):
+            event.end = now()
+
     token = _lines.set((*_lines.get(), _Open(line, now)))
     try:
-        with Recorder(on_call):
+        with Recorder(on_call, on_result, on_waited):
             yield line
     finally:
         _lines.reset(token)
@@ -132,7 +142,13 @@ class _TimedWork(Work):
             self._over()
 
     def is_completed(self):
-        return self._work.is_completed()
+        completed = self._work.is_completed()
+        if completed:
+            self._over()
+        return completed
+
+    def _source_rank(self):
+        return self._work._source_rank()
 
     def is_success(self):
         return self._work.is_success()
