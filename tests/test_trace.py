@@ -132,6 +132,50 @@ def test_what_ddp_fsdp_dtensor_and_functional_collectives_do_is_seen(world):
         assert by_name(of_functional) == [("all_reduce", 8, 48)]
 
 
+def test_what_a_pipeline_schedule_sends_is_seen(world):
+    def step():
+        from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+        rank = dist.get_rank()
+        stage = PipelineStage(torch.nn.Linear(4, 4), rank, 4, torch.device("cpu"))
+        schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=torch.nn.functional.mse_loss)
+
+        def run():
+            if rank == 0:
+                schedule.step(torch.ones(8, 4))
+            else:
+                schedule.step(target=torch.zeros(8, 4) if rank == 3 else None)
+
+        run()  # the first step also tells the stages each other's shapes
+        with ledger() as led:
+            run()
+        return led
+
+    for rank, led in enumerate(world.run(step)):
+        neighbours = (rank > 0) + (rank < 3)  # activations to the right, gradients to the left
+        sends = [(call.name, call.bytes_sent) for call in led.calls if call.name == "send"]
+        assert sends == [("send", 4 * 4 * 4)] * (2 * neighbours)
+        assert sum(call.name == "recv" for call in led.calls) == 2 * neighbours
+
+
+def test_coalesced_and_object_collectives_are_seen(world):
+    def step():
+        import torch.distributed._functional_collectives as functional
+
+        parts = [torch.ones(4), torch.ones(8)]
+        with ledger() as led:
+            dist.all_gather_object([None] * 4, dist.get_rank())
+            [t.sum() for t in functional.all_reduce_coalesced(parts, "sum", dist.group.WORLD)]
+            [t.sum() for t in functional.reduce_scatter_tensor_coalesced(parts, "sum", [0, 0], dist.group.WORLD)]
+        return led
+
+    for led in world.run(step):
+        sizes, objects, reduced, scattered = led.calls
+        assert sizes.name == objects.name == "all_gather" and sizes.bytes_sent == 3 * 8  # lengths first, then pickles
+        assert (reduced.name, reduced.elements, reduced.bytes_sent) == ("all_reduce_coalesced", 12, 2 * 3 * 12)
+        assert (scattered.name, scattered.bytes_sent) == ("reduce_scatter_single_coalesced", 3 * 12)
+
+
 def test_ledgers_nest_and_end_with_their_block(world):
     def step():
         x = torch.ones(4)
