@@ -217,39 +217,41 @@ class World:
                 RuntimeError("this World runs something already; make a second World to run two things at a time.")
             )
         try:
-            self._await_ready()
-            screen = Screen([process.transcript for process in self._processes])
-            try:
-                message = wire.pack(self._processes[0].ready["environ"]) + task
-                for process in self._processes:
-                    process.begin(message)
-                self._wait(screen)
-                screen.finish()
-                values = [process.outcome[1] for process in self._processes]
-                if any(process.started is None for process in self._processes):
-                    self._renew()  # the code has ended the process group, as a script does; the next run needs one
-                elif error := errors.left_behind(self._processes, self._started, in_cell):
-                    self._renew()
-                    raise error
-                else:
-                    self._started = sum(process.started for process in self._processes)
-                return values
-            except errors.RankError:
-                raise
-            except (
-                BaseException
-            ) as error:  # an interrupt, above all: the ranks may be anywhere, so go on with fresh ones
-                try:
-                    screen.finish()
-                finally:
-                    self._renew()
-                if isinstance(error, KeyboardInterrupt):
-                    errors.brief(error)
-                raise
+            with _interrupted_once():
+                return self._run_task(task, in_cell)
         finally:
             for process in self._processes:
                 process.outcome = None  # a result of 3 GB belongs to the caller alone
             self._busy.release()
+
+    def _run_task(self, task: list, in_cell: bool) -> list:
+        self._await_ready()
+        screen = Screen([process.transcript for process in self._processes])
+        try:
+            message = wire.pack(self._processes[0].ready["environ"]) + task
+            for process in self._processes:
+                process.begin(message)
+            self._wait(screen)
+            screen.finish()
+            values = [process.outcome[1] for process in self._processes]
+            if any(process.started is None for process in self._processes):
+                self._renew()  # the code has ended the process group, as a script does; the next run needs one
+            elif error := errors.left_behind(self._processes, self._started, in_cell):
+                self._renew()
+                raise error
+            else:
+                self._started = sum(process.started for process in self._processes)
+            return values
+        except errors.RankError:
+            raise
+        except BaseException as error:  # an interrupt, above all: the ranks may be anywhere, so go on with fresh ones
+            try:
+                screen.finish()
+            finally:
+                self._renew()
+            if isinstance(error, KeyboardInterrupt):
+                errors.brief(error)
+            raise
 
     def _wait(self, screen: Screen) -> None:
         """Until every rank has finished. Raises RankError or RankTimeout, with fresh ranks where they are needed."""
@@ -356,6 +358,29 @@ class Stillness:
         moved = self._places is not None and [p[3] for p in places] != [p[3] for p in self._places]
         self._time, self._places, self._cpu = now, places, cpu
         return moved
+
+
+@contextlib.contextmanager
+def _interrupted_once():
+    """The first interrupt in this block is a KeyboardInterrupt. Those that follow, while the ranks are being replaced
+    because of it, are not."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    interrupted = False
+
+    def interrupt(*_):
+        nonlocal interrupted
+        if not interrupted:
+            interrupted = True
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager
