@@ -1,0 +1,80 @@
+"""Before anything is sent: do all ranks bring the same model?
+
+A rank with one parameter more would make the others wait for ever, or add up tensors that do not belong together. So
+every wrapper compares what the ranks bring when it is built: a few bytes a rank, and only if they differ the details.
+"""
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lecture_lib.trace import unrecorded
+
+
+def agree(who: str, facts: Iterable[str], group: dist.ProcessGroup | None = None, problem: str | None = None) -> None:
+    """Compare what this rank brings, one line a fact, with the other ranks of the group. The ledger leaves it out.
+
+    Raises ValueError, with the same message on every rank, if the facts differ, or if any rank has a problem: the end
+    of a sentence that begins with "rank 2".
+    """
+    facts = list(facts)
+    text = "\n".join([problem or "", *facts])
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    mine = torch.tensor([int.from_bytes(digest, "little", signed=True), problem is not None], device=device)  # (2,)
+    everyone = mine.new_empty(dist.get_world_size(group) * 2)
+    with unrecorded():
+        dist.all_gather_single(everyone, mine, group=group)
+        if (everyone.view(-1, 2) == mine).all() and problem is None:
+            return
+        brought: list = [None] * dist.get_world_size(group)
+        dist.all_gather_object(brought, (problem, facts), group)
+    raise ValueError(f"{who}: {_difference(brought, dist.get_process_group_ranks(group or dist.group.WORLD))}")
+
+
+def facts_of(module: nn.Module) -> list[str]:
+    """Name, shape and dtype of every parameter and buffer, and whether it is trained: what the ranks must agree on."""
+    facts = [
+        f"{name} of {describe(p)}{'' if p.requires_grad else ', frozen'}"
+        for name, p in module.named_parameters(remove_duplicate=False)
+    ]
+    return facts + [f"buffer {name} of {describe(b)}" for name, b in module.named_buffers()]
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """ "shape (4, 2), float32" """
+    return f"shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def several_devices(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """The problem, for ``agree``, if not all of these (name, tensor) are on one device."""
+    first = None
+    for name, tensor in tensors:
+        first = first or (name, tensor.device)
+        if tensor.device != first[1]:
+            return f"has {first[0]} on {first[1]} and {name} on {tensor.device}; move the module to one device first."
+    return None
+
+
+def _difference(brought: list[tuple[str | None, list[str]]], ranks: list[int]) -> str:
+    for rank, (problem, _) in zip(ranks, brought, strict=True):
+        if problem is not None:
+            return f"rank {rank} {problem}"
+    all_facts = [facts for _, facts in brought]
+    usual = max(all_facts, key=all_facts.count)
+    odd = next(i for i, facts in enumerate(all_facts) if facts != usual)
+    a, b = ranks[odd], ranks[all_facts.index(usual)]
+    for mine, theirs in zip(all_facts[odd], usual, strict=False):
+        if mine != theirs:
+            return (
+                f"the ranks disagree: rank {a} brought {mine}; rank {b} brought {theirs}. Build the same on every rank."
+            )
+    counts = len(all_facts[odd]), len(usual)
+    longer = max(all_facts[odd], usual, key=len)
+    return (
+        f"the ranks disagree: rank {a} brought {counts[0]} tensors and rank {b} {counts[1]}; the first that one of them "
+        f"lacks is {longer[min(counts)]}. Build the same on every rank."
+    )
