@@ -1,11 +1,11 @@
-"""Before anything is sent: do all ranks bring the same model?
+"""Before the first step: all ranks bring the same model, with the same values in it.
 
 A rank with one parameter more would make the others wait for ever, or add up tensors that do not belong together. So
 every wrapper compares what the ranks bring when it is built: a few bytes a rank, and only if they differ the details.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,37 @@ def several_devices(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     return None
 
 
+@torch.no_grad()
+def broadcast_from_first(tensors: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Every rank gets the values of the group's first rank, in place; one broadcast for each dtype."""
+    first = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.flatten() for tensor in alike])  # (elements,)
+        dist.broadcast(flat, src=first, group=group)
+        for tensor, values in zip(alike, flat.split([tensor.numel() for tensor in alike])):
+            tensor.copy_(values.view(tensor.shape))
+
+
+def unchanged(who: str, module: nn.Module) -> Callable[[], None]:
+    """A function that raises RuntimeError if the module no longer has the parameters that it has now."""
+
+    def parameters() -> list[tuple]:
+        return [(name, id(p), p.requires_grad, p.shape, p.dtype) for name, p in module.named_parameters()]
+
+    wrapped = parameters()
+
+    def check() -> None:
+        if (now := parameters()) != wrapped:
+            name = min(row[0] for row in set(now) ^ set(wrapped))
+            raise RuntimeError(
+                f"{who}: parameter {name} was added, removed, replaced, frozen or reshaped after the module was "
+                "wrapped; change the module first, and wrap it then."
+            )
+
+    return check
+
+
 def _difference(brought: list[tuple[str | None, list[str]]], ranks: list[int]) -> str:
     for rank, (problem, _) in zip(ranks, brought, strict=True):
         if problem is not None:
@@ -75,6 +106,6 @@ def _difference(brought: list[tuple[str | None, list[str]]], ranks: list[int]) -
     counts = len(all_facts[odd]), len(usual)
     longer = max(all_facts[odd], usual, key=len)
     return (
-        f"the ranks disagree: rank {a} brought {counts[0]} tensors and rank {b} {counts[1]}; the first that one of them "
-        f"lacks is {longer[min(counts)]}. Build the same on every rank."
+        f"rank {a} brought {counts[0]} tensors and rank {b} {counts[1]}; the first that one of them lacks is "
+        f"{longer[min(counts)]}. Build the same on every rank."
     )

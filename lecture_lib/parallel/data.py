@@ -1,0 +1,249 @@
+"""Data parallelism: the model is copied, the batch is split, the gradients travel.
+
+Every rank holds all parameters and computes the gradients of its share of the batch. The gradient of the whole batch is
+their average. Sending it costs 2 (n-1)/n bytes for each byte of gradient, whatever the batch.
+
+    average_gradients   after the backward pass, one all-reduce for each parameter
+    DataParallel        during the backward pass, many parameters to an all-reduce (Li et al. 2020, PyTorch Distributed,
+                        section 3.2: buckets, and overlap of communication with computation)
+    sharded_batches     who computes which samples
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, ReduceOp, Work
+
+from lecture_lib.parallel.agree import agree, broadcast_from_first, facts_of, several_devices, unchanged
+
+
+def average_gradients(module: nn.Module, group: ProcessGroup | None = None) -> None:
+    """Replace every .grad by its average over the ranks; to be called between backward() and step().
+
+    All ranks must have used the same parameters. Sends 2 (n-1)/n bytes for each byte of gradient.
+    """
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, op=ReduceOp.AVG, group=group)
+
+
+# ---- the batch -------------------------------------------------------------------------------------------------------
+
+
+def sharded_batches(
+    *tensors: Tensor, batch_size: int, epoch: int = 0, seed: int = 0, group: ProcessGroup | None = None
+) -> Iterator[tuple[Tensor | float, ...]]:
+    """This rank's share of every batch of one epoch: (share of each tensor..., scale).
+
+    tensors:     one row for each sample, (samples, ...), the same on every rank
+    batch_size:  rows of a whole batch, over all ranks; a multiple of their number
+    epoch, seed: together they decide the order. Every sample comes exactly once in an epoch, and a batch holds the same
+                 samples however many ranks share it
+    scale:       n / rows in the whole batch. The loss of a share is scale * (sum over its rows): its average over the
+                 ranks is then the mean over the batch, also for the last batch, where some ranks may have fewer rows or
+                 none. Where the share is batch_size / n, that is the mean over the share.
+
+    Sends nothing. Raises ValueError, the same on every rank, before the first batch.
+    """
+    n, rank, rows = dist.get_world_size(group), dist.get_rank(group), [len(tensor) for tensor in tensors]
+    problem = None
+    if len(set(rows)) != 1:
+        problem = f"brought tensors of {rows} rows; they must have one row for each sample."
+    elif batch_size < 1 or batch_size % n:
+        near = max(n, batch_size // n * n)
+        problem = f"asked for batches of {batch_size}, which {n} ranks cannot share equally; {near} would do."
+    agree("sharded_batches", [f"{rows} rows", f"batch_size={batch_size}", f"{epoch=}, {seed=}"], group, problem)
+    return _shares(tensors, batch_size, epoch, seed, n, rank)
+
+
+def _shares(tensors, batch_size: int, epoch: int, seed: int, n: int, rank: int):
+    order = np.random.default_rng((seed, epoch)).permutation(len(tensors[0]))  # (samples,), the same on every rank
+    for batch in torch.from_numpy(order).split(batch_size):  # (batch_size,), the last one perhaps shorter
+        mine = batch.tensor_split(n)[rank]
+        yield *(tensor[mine.to(tensor.device)] for tensor in tensors), n / len(batch)
+
+
+# ---- the gradients ---------------------------------------------------------------------------------------------------
+
+
+class Bucket:
+    """Gradients that travel together, one after the other in ``flat``."""
+
+    def __init__(self, owner: int | None):
+        self.owner = owner  # global rank of the only one that needs the sums; None: all ranks do
+        self.parameters: list[nn.Parameter] = []
+        self.bytes = 0
+        self.ready: set[nn.Parameter] = set()  # those whose gradient the backward pass has brought
+        self.flat: Tensor | None = None  # (elements,)
+        self.slots: dict[nn.Parameter, Tensor] = {}  # for each its part of flat, in its shape
+        self.work: Work | None = None  # the collective, once begun
+
+    def add(self, parameter: nn.Parameter) -> None:
+        self.parameters.append(parameter)
+        self.bytes += parameter.nbytes
+
+    def bring(self, parameter: nn.Parameter, scale: float) -> None:
+        """Copy scale * parameter.grad into the parameter's slot, and let .grad be that slot."""
+        if self.flat is None:
+            sizes = [p.numel() for p in self.parameters]
+            self.flat = self.parameters[0].detach().new_empty(sum(sizes))
+            self.slots = {p: part.view(p.shape) for p, part in zip(self.parameters, self.flat.split(sizes))}
+        slot = self.slots[parameter]
+        if self.owner is not None and parameter.grad is slot:
+            raise RuntimeError(
+                "this gradient is last step's sum; with a sharded optimizer, zero_grad() after each step."
+            )
+        put_gradient(parameter.grad, slot, scale)
+        parameter.grad = slot
+
+    def finish(self) -> None:
+        self.work.wait()
+        mine = self.owner in (None, dist.get_rank())
+        for parameter, slot in self.slots.items():
+            if not mine or (parameter not in self.ready and nobody_used(slot)):
+                parameter.grad = None
+        if not mine:
+            self.flat, self.slots = None, {}
+        self.ready.clear()
+        self.work = None
+
+
+# A parameter that a rank did not use brings minus zeros. One that it used never does, because 0 + -0 is 0. A sum is
+# minus zero only if every term is. So the slot itself tells whether any rank used the parameter, and no flag travels.
+
+
+@torch.no_grad()
+def put_gradient(gradient: Tensor | None, slot: Tensor, scale: float) -> None:
+    """slot = 0 + scale * gradient, or minus zeros where there is none. Both have the same shape."""
+    if gradient is None:
+        slot.fill_(-0.0)
+    elif gradient.is_sparse:
+        raise RuntimeError("a sparse gradient cannot travel in a bucket; make the embedding with sparse=False.")
+    else:
+        torch.add(torch.zeros((), dtype=gradient.dtype), gradient, alpha=scale, out=slot)
+
+
+def nobody_used(summed: Tensor) -> bool:
+    """Whether this sum over the ranks is one of minus zeros only."""
+    first = summed.flatten()[:1]
+    return bool(((first == 0) & first.signbit()).all())
+
+
+class DataParallel(nn.Module):
+    """A module whose gradients are averaged over the ranks while the backward pass still runs.
+
+        model = DataParallel(module)
+        loss_of(model(x), y).backward()             # x, y: this rank's share of the batch
+        model.finish_gradient_synchronization()     # now every .grad is the average
+        optimizer.step()
+
+    module:     the same on every rank; parameters and buffers take the values of the group's first rank. It stays
+                ``.module``; ``state_dict()`` is the bare module's
+    bucket_mb:  gradients travel in buckets of about this many MB (1e6 bytes), one dtype to a bucket, in the reverse of
+                the order in which the parameters were made: about the order in which the backward pass finishes them.
+                0 sends each alone
+    group:      the ranks that share the batch; all ranks if None
+    sharded_optimizer: a ShardedOptimizer of the same parameters. Each gradient then goes only to the rank that updates
+                the parameter, and the others drop theirs (ZeRO-2; call ``zero_grad()`` after each step)
+
+    Frozen parameters are left out. A parameter that no rank used in a step keeps .grad None; one that some ranks used
+    counts as zero on the others. In training, buffers (running means of batch norm) take the first rank's values before
+    each forward pass.
+
+    Sends, in a step, 2 (n-1)/n bytes for each byte of gradient; with a sharded optimizer (n-1)/n, on average over the
+    ranks. The averaged .grad are views of the buckets: the next step overwrites them.
+
+    Raises ValueError at construction, the same on every rank, if ranks bring different modules or one has parameters on
+    several devices; RuntimeError in forward() if the module's parameters have changed since.
+    """
+
+    def __init__(self, module: nn.Module, bucket_mb: float = 25.0, *, group=None, sharded_optimizer=None):
+        super().__init__()
+        self.module, self.group = module, group
+        problem = several_devices([*module.named_parameters(), *module.named_buffers()])
+        agree("DataParallel", [f"bucket_mb={bucket_mb}", *facts_of(module)], group, problem)
+        broadcast_from_first([*module.parameters(), *module.buffers()], group)
+
+        self._check_unchanged = unchanged("DataParallel", module)
+        self._owners = sharded_optimizer
+        self._scale = 1 / dist.get_world_size(group)
+        self._synchronize = True
+        self._buckets = self._fill_buckets(1e6 * bucket_mb)
+        self._begun = 0  # how many of the buckets are on their way
+        self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
+        ready = weakref.WeakMethod(self._gradient_ready)  # a wrapper that is dropped does nothing any more
+        for parameter in self._bucket_of:
+            parameter.register_post_accumulate_grad_hook(lambda p: (hook := ready()) and hook(p))
+
+    def _fill_buckets(self, limit: float) -> list[Bucket]:
+        buckets, open_buckets = [], {}
+        for parameter in reversed([p for p in self.module.parameters() if p.requires_grad]):
+            owner = self._owners.owner_of(parameter) if self._owners else None
+            bucket = open_buckets.get((parameter.dtype, owner))
+            if bucket is None or bucket.bytes + parameter.nbytes > limit:
+                bucket = open_buckets[parameter.dtype, owner] = Bucket(owner)
+                buckets.append(bucket)
+            bucket.add(parameter)
+        return buckets
+
+    def forward(self, *args, **kwargs):
+        self._check_unchanged()
+        if self._synchronize and self.module.training:
+            broadcast_from_first(list(self.module.buffers()), self.group)
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Backward passes in the block only add to this rank's .grad: for all micro-batches of a step but the last."""
+        self._synchronize = False
+        try:
+            yield
+        finally:
+            self._synchronize = True
+
+    def _gradient_ready(self, parameter: nn.Parameter) -> None:
+        """The backward pass has finished parameter.grad."""
+        if not self._synchronize:
+            return
+        bucket = self._bucket_of[parameter]
+        if parameter in bucket.ready:
+            raise RuntimeError(
+                "a second backward pass before the first one's gradients were averaged; call "
+                "finish_gradient_synchronization() after each, or put all but the last under no_sync()."
+            )
+        bucket.bring(parameter, self._scale)
+        bucket.ready.add(parameter)
+        # In this order on every rank, whatever the order in which their gradients became ready.
+        for bucket in self._buckets[self._begun :]:
+            if len(bucket.ready) < len(bucket.parameters):
+                break
+            self._begin(bucket)
+
+    def _begin(self, bucket: Bucket) -> None:
+        if bucket.owner is None:
+            bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+        else:
+            bucket.work = dist.reduce(bucket.flat, dst=bucket.owner, group=self.group, async_op=True)
+        self._begun += 1
+
+    def finish_gradient_synchronization(self) -> None:
+        """Wait until every .grad is the average over the ranks. Every rank calls it, once, after the backward pass."""
+        for bucket in self._buckets[self._begun :]:
+            for parameter in bucket.parameters:
+                if parameter not in bucket.ready:
+                    bucket.bring(parameter, self._scale)
+            self._begin(bucket)
+        for bucket in self._buckets:
+            bucket.finish()
+        self._begun = 0
+
+    def state_dict(self, *args, **kwargs):
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args, **kwargs):
+        return self.module.load_state_dict(*args, **kwargs)
