@@ -1,0 +1,121 @@
+"""How many bytes of tensors a rank holds, by what they are: parameters, gradients, optimizer state, activations.
+
+    with memory(module, optimizer) as held:
+        loss = loss_of(module(x)); loss.backward(); optimizer.step(); optimizer.zero_grad()
+    held.peak["gradients"]                      # the most that were there at any time
+
+Counted, not sampled: after each operator of torch, the sizes of all tensors' storages that are alive. So the number is
+the same on every run and every machine; it leaves out what an operator takes and gives back while it runs, and what the
+allocator keeps in reserve.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+KINDS = ("parameters", "gradients", "optimizer", "activations")
+
+
+@dataclass
+class Memory:
+    """Bytes that one rank held in a block. Can be returned from it.
+
+    peak:     the most of each kind at any time: "parameters" (with buffers; whole ones that were gathered for a while
+              count too), "gradients" (and the buckets that they travel in), "optimizer" (its state), "activations" (all
+              else that was made in the block)
+    at_peak:  of each kind at the moment when their sum was greatest
+    total:    that sum
+    """
+
+    peak: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    at_peak: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+
+    @property
+    def total(self) -> int:
+        return sum(self.at_peak.values())
+
+
+@contextlib.contextmanager
+def memory(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[Memory]:
+    """Count the bytes held by this rank in the block. Tensors that were there before and are none of the module's or
+    the optimizer's (the data) are left out."""
+    counter = _Counter(module, optimizer)
+    with counter:
+        yield counter.memory
+    counter.count()
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None):
+        super().__init__()
+        self.memory = Memory()
+        self._modules, self._optimizer = list(module.modules()), optimizer
+        self._alive: dict[int, weakref.ref] = {}  # storage -> itself, which ends when torch frees it
+        self._kind: dict[int, str] = {}
+        self._size: dict[int, int] = {}
+        self._now = dict.fromkeys(KINDS, 0)
+        self.count()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in lecture_lib.trace.calls
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        before = {_key(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and _key(tensor) not in before:  # not a view, nor in place
+                self._see(tensor, "activations")
+        self.count()
+        return result
+
+    def count(self) -> None:
+        """What is alive now, and is it more than ever?"""
+        for kind, tensors in self._owned():
+            for tensor in tensors:
+                self._see(tensor, kind)
+        for key in [key for key, kind in self._kind.items() if kind == "parameters"]:
+            self._set(key, "parameters", self._alive[key]().nbytes())  # a sharded one's storage grows and shrinks
+        held, now = self.memory, self._now
+        held.peak = {kind: max(held.peak[kind], now[kind]) for kind in KINDS}
+        if sum(now.values()) > held.total:
+            held.at_peak = dict(now)
+
+    def _owned(self):
+        tensors = [t for m in self._modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        yield "parameters", tensors
+        yield "gradients", [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+        if self._optimizer is not None:
+            states = [value for state in list(self._optimizer.state.values()) for value in state.values()]
+            yield "optimizer", [value for value in states if isinstance(value, Tensor)]
+
+    def _see(self, tensor: Tensor, kind: str) -> None:
+        """Remember a storage, and what it is. An activation that has become a gradient stays one."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._alive:
+            self._alive[key] = weakref.ref(storage, lambda _: self._set(key, None, 0))
+        elif self._kind[key] != "activations":
+            kind = self._kind[key]
+        if (kind, size) != (self._kind.get(key), self._size.get(key)):
+            self._set(key, kind, size)
+
+    def _set(self, key: int, kind: str | None, size: int) -> None:
+        if key in self._kind:
+            self._now[self._kind.pop(key)] -= self._size.pop(key)
+        if kind is None:
+            del self._alive[key]
+        else:
+            self._kind[key], self._size[key] = kind, size
+            self._now[kind] += size
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
