@@ -75,7 +75,7 @@ def unchanged(who: str, module: nn.Module) -> Callable[[], None]:
     """A function that raises RuntimeError if the module no longer has the parameters that it has now."""
 
     def parameters() -> list[tuple]:
-        return [(name, id(p), p.requires_grad, p.shape, p.dtype) for name, p in module.named_parameters()]
+        return [(name, id(p), p.requires_grad, p.shape, p.dtype, p.device) for name, p in module.named_parameters()]
 
     wrapped = parameters()
 
@@ -83,7 +83,7 @@ def unchanged(who: str, module: nn.Module) -> Callable[[], None]:
         if (now := parameters()) != wrapped:
             name = min(row[0] for row in set(now) ^ set(wrapped))
             raise RuntimeError(
-                f"{who}: parameter {name} was added, removed, replaced, frozen or reshaped after the module was "
+                f"{who}: parameter {name} was added, removed, replaced, frozen, moved or reshaped after the module was "
                 "wrapped; change the module first, and wrap it then."
             )
 
