@@ -101,16 +101,31 @@ class Bucket:
         put_gradient(parameter.grad, slot, scale)
         parameter.grad = slot
 
-    def finish(self) -> None:
+    def wait(self) -> None:
+        """Until the sums are there. Who does not need them drops them."""
+        if self.work is None:
+            return
         self.work.wait()
+        self.work = None
         mine = self.owner in (None, dist.get_rank())
         for parameter, slot in self.slots.items():
             if not mine or (parameter not in self.ready and nobody_used(slot)):
                 parameter.grad = None
         if not mine:
             self.flat, self.slots = None, {}
-        self.ready.clear()
-        self.work = None
+
+
+def fill_buckets(parameters: list[nn.Parameter], limit: float, owner_of) -> list[Bucket]:
+    """Buckets of at most ``limit`` bytes (or one parameter), of one dtype and owner each, in reverse order."""
+    buckets, filling = [], {}
+    for parameter in reversed(parameters):
+        kind = parameter.dtype, owner_of(parameter)
+        if kind in filling and filling[kind].bytes + parameter.nbytes > limit:
+            buckets.append(filling.pop(kind))
+        filling.setdefault(kind, Bucket(kind[1])).add(parameter)
+    buckets += filling.values()
+    position = {parameter: i for i, parameter in enumerate(reversed(parameters))}
+    return sorted(buckets, key=lambda bucket: position[bucket.parameters[-1]])  # in which they will be full
 
 
 # A parameter that a rank did not use brings minus zeros. One that it used never does, because 0 + -0 is 0. A sum is
@@ -166,30 +181,22 @@ class DataParallel(nn.Module):
         super().__init__()
         self.module, self.group = module, group
         problem = several_devices([*module.named_parameters(), *module.named_buffers()])
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        owner_of = sharded_optimizer.owner_of if sharded_optimizer else lambda _: None
+        if sharded_optimizer and any(owner_of(parameter) is None for parameter in trained):
+            problem = "brought a sharded optimizer of other parameters; make it from the parameters of this module."
         agree("DataParallel", [f"bucket_mb={bucket_mb}", *facts_of(module)], group, problem)
         broadcast_from_first([*module.parameters(), *module.buffers()], group)
 
         self._check_unchanged = unchanged("DataParallel", module)
-        self._owners = sharded_optimizer
         self._scale = 1 / dist.get_world_size(group)
         self._synchronize = True
-        self._buckets = self._fill_buckets(1e6 * bucket_mb)
+        self._buckets = fill_buckets(trained, 1e6 * bucket_mb, owner_of)
         self._begun = 0  # how many of the buckets are on their way
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         ready = weakref.WeakMethod(self._gradient_ready)  # a wrapper that is dropped does nothing any more
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(lambda p: (hook := ready()) and hook(p))
-
-    def _fill_buckets(self, limit: float) -> list[Bucket]:
-        buckets, open_buckets = [], {}
-        for parameter in reversed([p for p in self.module.parameters() if p.requires_grad]):
-            owner = self._owners.owner_of(parameter) if self._owners else None
-            bucket = open_buckets.get((parameter.dtype, owner))
-            if bucket is None or bucket.bytes + parameter.nbytes > limit:
-                bucket = open_buckets[parameter.dtype, owner] = Bucket(owner)
-                buckets.append(bucket)
-            bucket.add(parameter)
-        return buckets
 
     def forward(self, *args, **kwargs):
         self._check_unchanged()
@@ -228,6 +235,8 @@ class DataParallel(nn.Module):
         if bucket.owner is None:
             bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
         else:
+            if self._begun:  # one at a time, so that at most two buckets of other ranks' gradients are held
+                self._buckets[self._begun - 1].wait()
             bucket.work = dist.reduce(bucket.flat, dst=bucket.owner, group=self.group, async_op=True)
         self._begun += 1
 
@@ -239,7 +248,8 @@ class DataParallel(nn.Module):
                     bucket.bring(parameter, self._scale)
             self._begin(bucket)
         for bucket in self._buckets:
-            bucket.finish()
+            bucket.wait()
+            bucket.ready.clear()
         self._begun = 0
 
     def state_dict(self, *args, **kwargs):

@@ -80,9 +80,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for name, value in self._mine.param_groups[-1].items():
             added.setdefault(name, value)  # the optimizer's defaults, where learning rate schedulers look for them
 
-    def owner_of(self, parameter: Tensor) -> int:
-        """The global rank that updates this parameter."""
-        return self._owner[parameter]
+    def owner_of(self, parameter: Tensor) -> int | None:
+        """The global rank that updates this parameter; None if this optimizer does not have it."""
+        return self._owner.get(parameter)
 
     def _owned(self, group: dict) -> list[Tensor]:
         return [p for p in group["params"] if self._owner[p] == dist.get_rank()]
