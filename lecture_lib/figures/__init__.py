@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from . import collectives as c
 from .barrier import barrier
+from .data_parallel import data_parallel, layers_held, zero
 from .energy import energy
 from .exchange import exchange
 from .fabric import nodes, rack
@@ -53,6 +54,9 @@ FIGURES: dict[str, Callable[[str], Figure]] = {
     "ring": ring,
     "tree": tree,
     "shared_memory": shared_memory,
+    "data_parallel": data_parallel,
+    "zero": zero,
+    "layers_held": layers_held,
     "batch_send_recv": lambda name: exchange(name, "Batched send and receive", c.everyone(), c.batch_send_recv),
 }
 

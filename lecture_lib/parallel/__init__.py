@@ -1,1 +1,15 @@
-"""A model and its batch, spread over ranks: what is copied, what is split, what travels."""
+"""A model and its batch, spread over ranks: what is copied, what is split, what travels.
+
+Read in this order:
+
+    model.py     the two models that are trained: a deep MLP and a small transformer
+    data.py      the batch is split, the gradients travel
+    sharded.py   and no rank holds everything: ZeRO 1, 2 and 3
+
+agree.py is what all of them begin with: the ranks compare what they bring.
+"""
+
+from lecture_lib.parallel.data import DataParallel
+from lecture_lib.parallel.sharded import FullyShardedDataParallel, ShardedOptimizer
+
+__all__ = ["DataParallel", "FullyShardedDataParallel", "ShardedOptimizer"]

@@ -85,7 +85,7 @@ class _Counter(TorchDispatchMode):
             self._set(key, "parameters", self._alive[key]().nbytes())  # a sharded one's storage grows and shrinks
         held, now = self.memory, self._now
         held.peak = {kind: max(held.peak[kind], now[kind]) for kind in KINDS}
-        if sum(now.values()) > held.total:
+        if sum(now.values()) >= held.total:
             held.at_peak = dict(now)
 
     def _owned(self):
