@@ -1,38 +1,34 @@
-"""What a rank held at its fullest moment, measured by lecture_lib.trace.memory."""
+"""What a rank holds between the backward pass and the optimizer's step, and for a moment before."""
 
-from .palette import FAINT, PALETTE, text_color
-from .svg import Figure, box, figure, label
+from .palette import FAINT, INK, PALETTE
+from .plot import Plot, canvas, plot
 
-COLORS = {
-    "parameters": PALETTE[5],
-    "gradients": PALETTE[4],
-    "optimizer": PALETTE[6],
-    "activations": "#D9D9D9",
-}
-LEFT, WIDE, PITCH, HIGH = 196, 560, 62, 42
+COLORS = {"parameters": PALETTE[5], "gradients": PALETTE[4], "optimizer": PALETTE[6], "for a moment": "#D9D9D9"}
 
 
-def memory_bars(held: dict) -> Figure:
-    """``held``: a lecture_lib.trace.Memory for each name, drawn as bars of their parts when their sum was greatest."""
-    most = max(each.total for each in held.values())
-    strokes, words = [], []
-    x = LEFT
-    for kind, color in COLORS.items():
-        strokes += [box(x, 14, 24, 24, fill=color, stroke=FAINT), label(x + 32, 26, kind, anchor="start")]
-        x += 58 + 10 * len(kind)
-    for i, (name, each) in enumerate(held.items()):
-        y, x = 78 + PITCH * i, float(LEFT)
-        strokes.append(label(16, y, name, anchor="start", bold=True))
-        for kind, color in COLORS.items():
-            wide = WIDE * each.at_peak[kind] / most
-            strokes.append(box(x, y - HIGH / 2, wide, HIGH, fill=color, stroke=FAINT, radius=0))
-            share = f"{each.at_peak[kind] / 1e6:.1f}"
-            if wide > 44:
-                strokes.append(label(x + wide / 2, y, share, color=text_color(color)))
-            x += wide
-        total = f"{each.total / 1e6:.1f} MB"
-        strokes.append(label(x + 10, y, total, anchor="start", bold=True))
-        parts = ", ".join(f"{kind} {each.at_peak[kind] / 1e6:.1f}" for kind in COLORS)
-        words.append(f"{name} {total} ({parts})")
-    text = f"MB held at the fullest moment of a step: {'; '.join(words)}."
-    return figure("memory", "Memory of a rank", text, 900, 78 + PITCH * (len(held) - 1) + HIGH / 2 + 16, strokes)
+def memory_bars(held: dict) -> Plot:
+    """``held``: for each name a lecture_lib.trace.Memory of a block that ends before the optimizer's step.
+
+    "For a moment" is what its fullest moment has more than its end: activations, and what is whole only while it works.
+    """
+    figure, axes = canvas(110 + 64 * len(held))
+    words = []
+    for row, (name, each) in enumerate(held.items()):
+        parts = {kind: each.at_end[kind] / 1e6 for kind in ("parameters", "gradients", "optimizer")}
+        parts["for a moment"] = each.total / 1e6 - sum(parts.values())
+        left = 0.0
+        for kind, size in parts.items():
+            axes.barh(row, size, left=left, height=0.62, color=COLORS[kind], edgecolor=FAINT, linewidth=0.8)
+            write = {"va": "center", "color": INK, "fontsize": 14}
+            axes.text(left + size / 2, row, f"{size:.2f}" if size > 0.3 else "", ha="center", **write)
+            if row == (len(held) - 1 if kind == "for a moment" else 0):
+                axes.text(left, row - 0.54, kind, ha="left", **write)
+            left += size
+        axes.text(left + 0.1, row, f"{left:.2f} MB", ha="left", weight="bold", **write)
+        words.append(f"{name} {left:.2f} (" + ", ".join(f"{kind} {size:.2f}" for kind, size in parts.items()) + ")")
+    axes.set_yticks(range(len(held)), held)
+    axes.set_ylim(len(held) - 0.5, -0.9)
+    axes.set_xlim(0, 1.12 * max(each.total for each in held.values()) / 1e6)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("MB held by rank 0")
+    return plot(figure, f"MB that a rank holds: {'; '.join(words)}.")

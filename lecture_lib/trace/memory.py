@@ -31,10 +31,12 @@ class Memory:
               else that was made in the block)
     at_peak:  of each kind at the moment when their sum was greatest
     total:    that sum
+    at_end:   of each kind when the block ended
     """
 
     peak: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     at_peak: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    at_end: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
 
     @property
     def total(self) -> int:
@@ -49,6 +51,7 @@ def memory(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     with counter:
         yield counter.memory
     counter.count()
+    counter.memory.at_end = dict(counter._now)
 
 
 class _Counter(TorchDispatchMode):
@@ -85,7 +88,7 @@ class _Counter(TorchDispatchMode):
             self._set(key, "parameters", self._alive[key]().nbytes())  # a sharded one's storage grows and shrinks
         held, now = self.memory, self._now
         held.peak = {kind: max(held.peak[kind], now[kind]) for kind in KINDS}
-        if sum(now.values()) >= held.total:
+        if sum(now.values()) > held.total:
             held.at_peak = dict(now)
 
     def _owned(self):
