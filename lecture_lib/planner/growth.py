@@ -1,0 +1,99 @@
+"""The same model on ten times the GPUs, and on two sites with a slow link between them."""
+
+import math
+from dataclasses import dataclass, replace
+
+from lecture_lib.planner.cluster import Cluster
+from lecture_lib.planner.estimate import Estimate, estimate
+from lecture_lib.planner.failures import Reliability, reliability
+from lecture_lib.planner.layout import Layout
+from lecture_lib.planner.model import Transformer
+from lecture_lib.planner.numbers import positive, whole
+
+
+@dataclass(frozen=True)
+class Size:
+    """A job on some number of GPUs. efficiency: useful tokens per second and GPU, over those of the smallest job."""
+
+    estimate: Estimate
+    reliability: Reliability
+    efficiency: float
+
+    @property
+    def useful_tokens_per_second(self) -> float:
+        return self.estimate.tokens_per_second * self.reliability.goodput
+
+
+def grow(
+    model: Transformer,
+    cluster: Cluster,
+    layout: Layout,
+    gpus: list[int],
+    same_batch: bool = True,
+    **failures,
+) -> list[Size]:
+    """``layout`` with more data-parallel ranks, on clusters of so many GPUs.
+
+    same_batch: each rank gets less to do (strong scaling); otherwise the batch grows with the ranks. ``failures``: what
+    ``reliability`` takes. Raises ValueError where the layout's other axes, or the batch, do not divide.
+    """
+    sizes: list[Size] = []
+    for n in gpus:
+        bigger = replace(cluster, gpus=whole("gpus", n))
+        dp, rest = divmod(n, layout.tp * layout.pp * layout.cp)
+        if rest:
+            raise ValueError(f"{n} GPUs are no multiple of tp x pp x cp = {layout.tp} x {layout.pp} x {layout.cp}.")
+        batch = layout.global_batch
+        if not same_batch:
+            batch = batch * dp // (layout.dp or cluster.gpus // (layout.tp * layout.pp * layout.cp))
+        e = estimate(model, bigger, layout.with_(dp=dp, global_batch=batch))
+        r = reliability(n, **failures)
+        each = e.tokens_per_second_per_gpu * r.goodput
+        first = sizes[0].estimate.tokens_per_second_per_gpu * sizes[0].reliability.goodput if sizes else each
+        sizes.append(Size(e, r, each / first))
+    return sizes
+
+
+def table(sizes: list[Size]) -> str:
+    """One line for each size."""
+    head = f"{'GPUs':>8}{'step':>9}{'MFU':>8}{'goodput':>9}{'efficiency':>12}"
+    lines = [
+        f"{s.estimate.cluster.gpus:>8}{s.estimate.step_seconds:>8.2f}s{s.estimate.mfu:>8.1%}"
+        f"{s.reliability.goodput:>9.1%}{s.efficiency:>12.1%}"
+        for s in sizes
+    ]
+    return "\n".join([head, *lines])
+
+
+@dataclass(frozen=True)
+class Sites:
+    """Two sites that train one model, each with half of the data-parallel ranks.
+
+    exchange_seconds: of one exchange. every: steps between exchanges. step_seconds: on average. slowdown: of that over
+    a step on one site. enough: see ``two_sites``.
+    """
+
+    exchange_seconds: float
+    every: int
+    step_seconds: float
+    slowdown: float
+    enough: int
+
+
+def two_sites(
+    one: Estimate, gbps: float, round_trip_ms: float = 50.0, every: int = 1, hidden: bool = False, loss: float = 0.05
+) -> Sites:
+    """What a link of ``gbps`` Gbit/s per direction, for all GPUs together, makes of a job that ``one`` cluster runs.
+
+    Within each site gradients are summed first. Then each site sends its sum to the other, float32: 4 bytes for each
+    parameter, each way at the same time; every ``every`` steps (more than 1 is another algorithm, local SGD: Douillard
+    et al., DiLoCo, 2023, https://arxiv.org/abs/2311.08105). ``hidden``: the exchange runs beside the next steps.
+
+    ``enough``: the smallest ``every`` that costs at most the share ``loss`` of the time, not hidden. Raises ValueError.
+    """
+    rate, every = positive("gbps", gbps) * 1e9 / 8, whole("every", every)
+    exchange = 4 * one.model.parameters / rate + round_trip_ms / 1e3
+    step = one.step_seconds
+    average = max(step, exchange / every) if hidden else step + exchange / every
+    enough = max(1, math.ceil(exchange / (positive("loss", loss) * step)))
+    return Sites(exchange, every, average, average / step, enough)
