@@ -15,8 +15,10 @@ USES = {  # part -> parts that it may use; figures may use all
     "hardware": set(),
     "kernels": set(),
     "collectives": {"trace", "kernels", "launch"},  # launch: to start ranks when bench.py runs as a program
+    "parallel": {"collectives", "trace"},
+    "planner": {"collectives", "hardware", "parallel"},
 }
-IN_A_RANK = ("trace", "kernels", "collectives")
+IN_A_RANK = ("trace", "kernels", "collectives", "parallel")
 DRAWING = {"IPython", "ipywidgets", "matplotlib"}
 
 
@@ -50,7 +52,7 @@ def test_what_a_rank_executes_draws_nothing(part):
     assert not names & DRAWING
 
 
-@pytest.mark.parametrize("module", ["lecture_lib", "lecture_lib.hardware"])
+@pytest.mark.parametrize("module", ["lecture_lib", "lecture_lib.hardware", "lecture_lib.planner"])
 def test_what_a_notebook_imports_first_loads_neither_torch_nor_matplotlib(module):
     code = f"import sys, {module}; print(sorted({{'torch', 'matplotlib', 'jax'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

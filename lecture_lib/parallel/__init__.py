@@ -5,11 +5,22 @@ Read in this order:
     model.py     the two models that are trained: a deep MLP and a small transformer
     data.py      the batch is split, the gradients travel
     sharded.py   and no rank holds everything: ZeRO 1, 2 and 3
+    tensor/      every matrix is split, the activations travel
+    pipeline/    the layers are split, micro-batches travel
 
 agree.py is what all of them begin with: the ranks compare what they bring.
 """
 
+from lecture_lib.parallel import pipeline
 from lecture_lib.parallel.data import DataParallel
 from lecture_lib.parallel.sharded import FullyShardedDataParallel, ShardedOptimizer
+from lecture_lib.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
-__all__ = ["DataParallel", "FullyShardedDataParallel", "ShardedOptimizer"]
+__all__ = [
+    "ColumnParallelLinear",
+    "DataParallel",
+    "FullyShardedDataParallel",
+    "RowParallelLinear",
+    "ShardedOptimizer",
+    "pipeline",
+]

@@ -36,11 +36,12 @@ def agree(who: str, facts: Iterable[str], group: dist.ProcessGroup | None = None
 
 
 def facts_of(module: nn.Module) -> list[str]:
-    """Name, shape and dtype of every parameter and buffer, and whether it is trained: what the ranks must agree on."""
-    facts = [
-        f"{name} of {describe(p)}{'' if p.requires_grad else ', frozen'}"
-        for name, p in module.named_parameters(remove_duplicate=False)
-    ]
+    """Name, shape and dtype of every parameter and buffer, whether it is trained, and to which other parameter it is
+    tied: what the ranks must agree on."""
+    facts, names = [], {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        tied = "" if names.setdefault(p, name) == name else f", tied to {names[p]}"
+        facts.append(f"{name} of {describe(p)}{'' if p.requires_grad else ', frozen'}{tied}")
     return facts + [f"buffer {name} of {describe(b)}" for name, b in module.named_buffers()]
 
 
@@ -103,9 +104,8 @@ def _difference(brought: list[tuple[str | None, list[str]]], ranks: list[int]) -
             return (
                 f"the ranks disagree: rank {a} brought {mine}; rank {b} brought {theirs}. Build the same on every rank."
             )
-    counts = len(all_facts[odd]), len(usual)
-    longer = max(all_facts[odd], usual, key=len)
+    (less, few), (more, many) = sorted([(a, all_facts[odd]), (b, usual)], key=lambda brought: len(brought[1]))
     return (
-        f"rank {a} brought {counts[0]} tensors and rank {b} {counts[1]}; the first that one of them lacks is "
-        f"{longer[min(counts)]}. Build the same on every rank."
+        f"the ranks disagree: rank {more} brought {len(many) - len(few)} more than rank {less}, the first of them "
+        f"{many[len(few)]}. Build the same on every rank."
     )

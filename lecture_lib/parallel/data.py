@@ -63,7 +63,8 @@ def sharded_batches(
 
 def _shares(tensors, batch_size: int, epoch: int, seed: int, n: int, rank: int):
     order = np.random.default_rng((seed, epoch)).permutation(len(tensors[0]))  # (samples,), the same on every rank
-    for batch in torch.from_numpy(order).split(batch_size):  # (batch_size,), the last one perhaps shorter
+    for first in range(0, len(order), batch_size):
+        batch = torch.from_numpy(order[first : first + batch_size])  # (batch_size,), the last one perhaps shorter
         mine = batch.tensor_split(n)[rank]
         yield *(tensor[mine.to(tensor.device)] for tensor in tensors), n / len(batch)
 
@@ -93,13 +94,13 @@ class Bucket:
             sizes = [p.numel() for p in self.parameters]
             self.flat = self.parameters[0].detach().new_empty(sum(sizes))
             self.slots = {p: part.view(p.shape) for p, part in zip(self.parameters, self.flat.split(sizes))}
-        slot = self.slots[parameter]
-        if self.owner is not None and parameter.grad is slot:
+        slot, gradient = self.slots[parameter], parameter.grad
+        if self.owner is not None and gradient is slot:
             raise RuntimeError(
                 "this gradient is last step's sum; with a sharded optimizer, zero_grad() after each step."
             )
-        put_gradient(parameter.grad, slot, scale)
         parameter.grad = slot
+        put_gradient(gradient, slot, scale)
 
     def wait(self) -> None:
         """Until the sums are there. Who does not need them drops them."""
@@ -128,8 +129,9 @@ def fill_buckets(parameters: list[nn.Parameter], limit: float, owner_of) -> list
     return sorted(buckets, key=lambda bucket: position[bucket.parameters[-1]])  # in which they will be full
 
 
-# A parameter that a rank did not use brings minus zeros. One that it used never does, because 0 + -0 is 0. A sum is
-# minus zero only if every term is. So the slot itself tells whether any rank used the parameter, and no flag travels.
+# A parameter that a rank did not use brings minus zeros. One that it used brings none, because 0 + -0 is 0 (but for a
+# negative number so small that 1/n of it is rounded to zero). A sum is minus zero only if every term is. So the slot
+# itself tells whether any rank used the parameter, and no flag travels.
 
 
 @torch.no_grad()
@@ -145,8 +147,7 @@ def put_gradient(gradient: Tensor | None, slot: Tensor, scale: float) -> None:
 
 def nobody_used(summed: Tensor) -> bool:
     """Whether this sum over the ranks is one of minus zeros only."""
-    first = summed.flatten()[:1]
-    return bool(((first == 0) & first.signbit()).all())
+    return bool(((summed == 0) & summed.signbit()).all())
 
 
 class DataParallel(nn.Module):
@@ -207,11 +208,11 @@ class DataParallel(nn.Module):
     @contextlib.contextmanager
     def no_sync(self):
         """Backward passes in the block only add to this rank's .grad: for all micro-batches of a step but the last."""
-        self._synchronize = False
+        outside, self._synchronize = self._synchronize, False
         try:
             yield
         finally:
-            self._synchronize = True
+            self._synchronize = outside
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
         """The backward pass has finished parameter.grad."""

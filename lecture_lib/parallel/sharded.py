@@ -10,9 +10,11 @@ optimizer's state, n times the same. For P parameters in fp32 and Adam, bytes he
     3   FullyShardedDataParallel               4 P / n       4 P / n      8 P / n      3 (n-1)/n 4 P
 
 Stage 1 sends more than stage 0, because here the gradients still travel to everybody; stage 2 does not. Stages 2 and 3
-hold for a moment more than the table says: a bucket of gradients, the parameters of the layer at work and the next.
+hold for a moment more than the table says: gradients on their way (in stage 2 the bucket that travels and those that
+fill, in stage 3 those of two layers), and in stage 3 the parameters of the layer at work and the next.
 """
 
+import weakref
 from collections.abc import Iterator
 from functools import partial
 
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed import ProcessGroup, Work
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lecture_lib.parallel.agree import agree, broadcast_from_first, describe, facts_of, several_devices, unchanged
 from lecture_lib.parallel.data import nobody_used, put_gradient
@@ -41,44 +43,59 @@ class ShardedOptimizer(torch.optim.Optimizer):
     group:          the ranks that share the work; all ranks if None
 
     A parameter belongs to one rank as a whole, so that optimizers that look at a whole matrix work too: the largest
-    first, each to the rank that has least. ``state`` is what this rank holds. ``state_dict()`` gathers all of it on
-    every rank, in the form of the plain optimizer's, and ``load_state_dict()`` takes that form: from one process, or
-    from any number of ranks.
+    first, each to the rank that has least. ``state`` is what this rank holds. ``state_dict()`` gathers all of it in the
+    main memory of every rank, in the form of the plain optimizer's, and ``load_state_dict()`` takes that form: from one
+    process, or from any number of ranks.
 
     step() sends each parameter once around: (n-1)/n of their bytes, on average over the ranks.
 
-    Raises ValueError at construction, the same on every rank, if ranks bring different parameters, or LBFGS.
+    Raises ValueError at construction, the same on every rank, if ranks bring different parameters or options, or if the
+    optimizer refuses them.
     """
 
     def __init__(
         self, params, optimizer_cls: type[torch.optim.Optimizer], *, group: ProcessGroup | None = None, **kwargs
     ):
+        params, problem = list(params), None
         if issubclass(optimizer_cls, torch.optim.LBFGS):
-            raise ValueError("ShardedOptimizer: LBFGS looks at all parameters at once; it cannot be spread over ranks.")
+            problem = "asked for LBFGS, which looks at all parameters at once; it cannot be spread over ranks."
+        agree("ShardedOptimizer", [f"{optimizer_cls.__name__} of {len(params)} parameters or groups"], group, problem)
         self._group = group
         self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self._owner: dict[Tensor, int] = {}  # parameter -> global rank
         self._optimizer_cls, self._kwargs = optimizer_cls, kwargs
         self._mine: torch.optim.Optimizer | None = None  # updates the parameters that this rank owns
         super().__init__(params, defaults=kwargs)
-        self.state = self._mine.state
+        self._give(self.param_groups)
+        self.defaults, self.state = self._mine.defaults, self._mine.state
 
     def add_param_group(self, param_group: dict) -> None:
+        """As of any optimizer; every rank must call it."""
         super().add_param_group(param_group)
-        added = self.param_groups[-1]
-        facts = [f"parameter {i} of {describe(p)}" for i, p in enumerate(added["params"])]
-        agree("ShardedOptimizer", facts, self._group)
         load = {rank: sum(p.nbytes for p, owner in self._owner.items() if owner == rank) for rank in self._ranks}
-        for parameter in sorted(added["params"], key=lambda p: -p.nbytes):
+        for parameter in sorted(self.param_groups[-1]["params"], key=lambda p: -p.nbytes):
             self._owner[parameter] = least = min(self._ranks, key=load.get)
             load[least] += parameter.nbytes
-        mine = self._options(added) | {"params": self._owned(added)}
-        if self._mine is None:
-            self._mine = self._optimizer_cls([mine], **self._kwargs)
-        else:
-            self._mine.add_param_group(mine)
-        for name, value in self._mine.param_groups[-1].items():
-            added.setdefault(name, value)  # the optimizer's defaults, where learning rate schedulers look for them
+        if self._mine is not None:
+            self._give(self.param_groups[-1:])
+
+    def _give(self, groups: list[dict]) -> None:
+        """Let this rank's optimizer have what the rank owns of these groups."""
+        facts = [f"{name}={value}" for g in groups for name, value in self._options(g).items() if not callable(value)]
+        named = [(f"parameter {i} of group {k}", p) for k, g in enumerate(groups) for i, p in enumerate(g["params"])]
+        problem = several_devices(named)
+        mine = [self._options(group) | {"params": self._owned(group)} for group in groups]
+        try:
+            if self._mine is None:
+                self._mine = self._optimizer_cls(mine, **self._kwargs)
+            else:
+                self._mine.add_param_group(*mine)
+        except (TypeError, ValueError) as error:  # such as Muon's, which only the owner of the parameter sees
+            problem = f"could not give its parameters to {self._optimizer_cls.__name__}: {error}"
+        agree("ShardedOptimizer", [*(f"{name} of {describe(p)}" for name, p in named), *facts], self._group, problem)
+        for group, given in zip(groups, self._mine.param_groups[-len(groups) :]):
+            for name, value in given.items():
+                group.setdefault(name, value)  # the optimizer's defaults, where learning rate schedulers look for them
 
     def owner_of(self, parameter: Tensor) -> int | None:
         """The global rank that updates this parameter; None if this optimizer does not have it."""
@@ -113,7 +130,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         numbers = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
         mine = {numbers[p]: state for p, state in self.state.items()}
         everyone: list = [None] * len(self._ranks)
-        dist.all_gather_object(everyone, mine, group=self._group)
+        dist.all_gather_object(everyone, tree_map_only(Tensor, Tensor.cpu, mine), group=self._group)
         groups, first = [], 0
         for group in self.param_groups:
             indices = list(range(first, first := first + len(group["params"])))
@@ -156,8 +173,9 @@ class FullyShardedDataParallel(nn.Module):
         optimizer.step()
 
     A layer is an element of a ModuleList, ModuleDict or Sequential (of the outermost ones), or, in a module without
-    these, each child. All other parameters, and those that several layers share, form one more unit that stays whole
-    from the beginning of forward() to the end of the backward pass. A layer has to be used by calling it.
+    these, each child. All other parameters, those that several layers share, and embeddings, whose weight is often the
+    head's too, form one more unit that stays whole from the beginning of forward() to the end of the backward pass. A
+    layer has to be used by calling it, and what it computes leaves it as its output.
 
     Within a unit the parameters lie one after the other in a flat tensor, padded to a multiple of n, and rank r holds
     the r-th n-th of it (Zhao et al. 2023, PyTorch FSDP, section 3.2: FlatParameter). ``.module.named_parameters()`` are
@@ -165,7 +183,8 @@ class FullyShardedDataParallel(nn.Module):
     So optimizers that update each element on its own (SGD, Adam, ...) see what they need; those that look at a whole
     matrix (Muon, Adafactor) do not.
 
-    module:         the same on every rank; parameters and buffers take the values of the group's first rank
+    module:         the same on every rank; parameters and buffers take the values of the group's first rank, and
+                    buffers (running means of batch norm) are each rank's own from then on
     compute_dtype:  e.g. torch.bfloat16: shards and their optimizer stay as they are; what is gathered, the inputs of
                     each layer, the computation and the gradients that travel are of this dtype
     group:          the ranks that share the batch; all ranks if None
@@ -174,8 +193,9 @@ class FullyShardedDataParallel(nn.Module):
     pass, gathered again for the backward pass, its gradient reduce-scattered. For the unit that stays whole: twice.
     Every rank must run the same layers in the same order.
 
-    Raises ValueError at construction, the same on every rank, if ranks bring different modules or one has parameters on
-    several devices; RuntimeError in forward() if the module's parameters have changed since.
+    Raises ValueError at construction, the same on every rank, if ranks bring different modules, one that is sharded
+    already, or one with parameters on several devices; RuntimeError in forward() if the module's parameters have
+    changed since.
     """
 
     def __init__(
@@ -184,113 +204,98 @@ class FullyShardedDataParallel(nn.Module):
         super().__init__()
         self.module, self.compute_dtype, self.group = module, compute_dtype, group
         problem = several_devices([*module.named_parameters(), *module.named_buffers()])
+        if any(isinstance(vars(part).get("forward"), _Gathered) for part in module.modules()):
+            problem = "brought a module that is sharded already; build it anew, and wrap that."
         agree("FullyShardedDataParallel", [f"compute_dtype={compute_dtype}", *facts_of(module)], group, problem)
         broadcast_from_first([*module.parameters(), *module.buffers()], group)
         self._units = [
             Unit(layer, places, compute_dtype, group, stays=layer is module) for layer, places in units_of(module)
         ]
         for unit in self._units:
-            unit.module.forward = partial(self._run, unit, unit.module.forward)
-            for flat in unit.flats:
-                for i, parameter in enumerate(flat.full):
-                    if parameter.requires_grad:
-                        parameter.register_post_accumulate_grad_hook(partial(self._gradient_ready, unit, flat, i))
+            unit.module.forward = _Gathered(self._run, unit, unit.module.forward)
         self._check_unchanged = unchanged("FullyShardedDataParallel", module)
-        self._latest: Unit | None = None  # the unit that ran last in this forward pass
-        self._travelling: tuple[Flat, Tensor, Work] | None = None  # the gradients that are being reduce-scattered
+        self._order: list[Unit] = []  # the units in the order in which this forward pass calls them
+        self._last_order: list[Unit] = []  # that of the forward pass before
+        self._at_work: Call | None = None  # the call that the backward pass is in
+        self._travelling: tuple[Flat, set[int], Tensor, Work] | None = None  # gradients that are being reduce-scattered
 
     def forward(self, *args, **kwargs):
-        if any(unit.in_backward for unit in self._units) or self._travelling:
+        if self._at_work is not None:
             raise RuntimeError(
                 "call finish_gradient_synchronization() after a backward pass, before the next forward()."
             )
         for unit in self._units:
             unit.free()
         self._check_unchanged()
-        self._latest = None
-        output = self.module(*args, **kwargs)
-        if self._latest is not None:
-            self._latest.next = None
-        return output
+        self._last_order, self._order = self._order, []
+        return self.module(*args, **kwargs)
 
     def _run(self, unit: "Unit", forward, *args, **kwargs):
         """What calling a layer does: gather its parameters, compute, free them."""
-        if unit.in_backward:  # activation recomputation
-            return forward(*args, **kwargs)
-        unit.follow(self._latest)
-        self._latest = unit
+        before, recomputes = None, self._at_work is not None  # activations, in the backward pass
         unit.gather()
-        if unit.next is not None:  # as in the last step
-            unit.next.gather()
+        if not recomputes:
+            before = self._order[-1] if self._order else None
+            self._order.append(unit)
+            i = len(self._order)
+            if self._last_order[i - 1 : i] == [unit] and i < len(self._last_order):
+                self._last_order[i].gather()
         unit.show()
+        if self.compute_dtype:
+            args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
+        outputs = []
         try:
-            args, kwargs = self._mark_inputs(unit, (args, kwargs))
             output = forward(*args, **kwargs)
-        except BaseException:
-            unit.free()
-            raise
-        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        finally:
+            unit.stays |= not recomputes and self._order[-1] is not unit  # others were called inside
+            needed = unit in (self._at_work.unit, self._at_work.before) if recomputes else outputs and unit.stays
+            if not needed:
+                unit.free()
         if outputs:
-            unit.expect_gradients()
-            register_multi_grad_hook(outputs, lambda _: self._before_backward(unit), mode="any")
-        if not (outputs and unit.stays):
-            unit.free()
+            call = Call(unit, before)
+            unit.calls.add(call)
+            register_multi_grad_hook(outputs, lambda _: self._before_backward(call), mode="any")
         return output
 
-    def _mark_inputs(self, unit: "Unit", inputs):
-        """The inputs in the compute dtype, and such that we hear when the backward pass has left the layer."""
-        leaves, tree = tree_flatten(inputs)
-        for i, leaf in enumerate(leaves):
-            if self.compute_dtype and isinstance(leaf, Tensor) and leaf.is_floating_point():
-                leaves[i] = leaf.to(self.compute_dtype)
-        wanted = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if wanted and torch.is_grad_enabled():
-            unit.open_calls += 1
-            marked = _AfterBackward.apply(lambda: self._left(unit), *(leaves[i] for i in wanted))
-            for i, leaf in zip(wanted, marked):
-                leaves[i] = leaf
-        return tree_unflatten(leaves, tree)
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor
 
-    def _before_backward(self, unit: "Unit") -> None:
+    # The backward pass runs operations in the reverse of the order in which the forward pass made them. So when it
+    # comes to the output of a layer, all later calls are behind it. At these moments, the same on every rank,
+    # collectives begin: had they to wait for gradients, ranks that use different parameters would mix them up.
+
+    def _before_backward(self, call: "Call") -> None:
         """The gradient of a layer's output is there: the layer is next."""
-        if not unit.in_backward:
-            unit.in_backward = True
-            unit.expect_gradients()
+        unit = call.unit
+        unit.calls.discard(call)
+        unit.reached = True
+        if self._at_work is None or not unit.stays:  # its output may be that of a layer inside, which is at work
+            left, self._at_work = self._at_work, call
+            if left is not None and left.unit is not unit and not left.unit.stays:
+                left.unit.free()
+                if not left.unit.calls:
+                    self._reduce_scatter(left.unit)
         unit.gather()
-        if unit.previous is not None:
-            unit.previous.gather()
+        if call.before is not None:
+            call.before.gather()
         unit.show()
 
-    def _gradient_ready(self, unit: "Unit", flat: "Flat", i: int, parameter: nn.Parameter) -> None:
-        """The backward pass has finished the gradient of a whole parameter."""
-        flat.bring(i)
-        if len(flat.arrived) == len(flat.full):
-            self._reduce_scatter(flat)
-            unit.waiting.discard(flat)
-        self._free_if_done(unit)
-
-    def _left(self, unit: "Unit") -> None:
-        """The backward pass has left the layer: the gradients of its inputs are there."""
-        unit.open_calls = max(0, unit.open_calls - 1)
-        self._free_if_done(unit)
-
-    def _free_if_done(self, unit: "Unit") -> None:
-        # Whatever still needs a parameter's value leads to the gradient of an input or of a trained parameter.
-        if unit.open_calls == 0 and not unit.waiting:
-            unit.in_backward = False
-            unit.free()
-
-    def _reduce_scatter(self, flat: "Flat") -> None:
-        self._collect()  # one at a time, so that at most two layers' gradients are held
-        shard = flat.gradient.new_empty(flat.shard.shape)
-        work = dist.reduce_scatter_single(shard, flat.complete_gradient(), group=self.group, async_op=True)
-        self._travelling = flat, shard, work
+    def _reduce_scatter(self, unit: "Unit") -> None:
+        for flat in unit.flats:
+            if flat.trained:
+                self._collect()  # one at a time, so that at most two layers' gradients are held
+                gradient, arrived = flat.complete_gradient()
+                shard = gradient.new_empty(flat.shard.shape)
+                work = dist.reduce_scatter_single(shard, gradient, group=self.group, async_op=True)
+                self._travelling = flat, arrived, shard, work
+        unit.reached = False
 
     def _collect(self) -> None:
         if self._travelling is not None:
-            flat, shard, work = self._travelling
+            flat, arrived, shard, work = self._travelling
             work.wait()
-            flat.take_gradient(shard)
+            flat.take_gradient(shard, arrived)
             self._travelling = None
 
     def finish_gradient_synchronization(self) -> None:
@@ -298,14 +303,12 @@ class FullyShardedDataParallel(nn.Module):
 
         A parameter that no rank used keeps .grad None. Gradients of several backward passes add up, until zero_grad().
         """
-        for unit in self._units:
-            for flat in unit.flats:
-                if flat in unit.waiting and flat.arrived:  # some of its parameters were not used
-                    self._reduce_scatter(flat)
-        self._collect()
-        for unit in self._units:
-            unit.in_backward, unit.open_calls = False, 0
+        for unit in reversed(self._units):
             unit.free()
+            if unit.reached or any(flat.arrived for flat in unit.flats):
+                self._reduce_scatter(unit)
+        self._collect()
+        self._at_work = None
 
     def gather_full_params(self) -> dict[str, Tensor]:
         """All parameters, whole, in their own dtype, by their original names; on every rank. Each rank must call it.
@@ -313,7 +316,7 @@ class FullyShardedDataParallel(nn.Module):
         Sends (n-1)/n of their bytes, and holds all of them.
         """
         whole = {parameter: tensor for unit in self._units for flat in unit.flats for parameter, tensor in flat.whole()}
-        return {name: whole[parameter] for name, parameter in self.module.named_parameters(remove_duplicate=False)}
+        return {name: whole[parameter] for name, parameter in self._parameters_by_name()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state dict of the bare module, whole, on every rank. Each rank must call it."""
@@ -322,32 +325,47 @@ class FullyShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Take this rank's pieces of the bare module's state dict."""
-        mine = self.module.state_dict()
+        """Take this rank's pieces of the bare module's state dict. Raises ValueError if names or shapes differ."""
+        mine, parameters = self.module.state_dict(), dict(self._parameters_by_name())
         if mine.keys() != state_dict.keys():
             odd = sorted(mine.keys() ^ state_dict.keys())
             raise ValueError(f"FullyShardedDataParallel: the state dict and the module differ in {', '.join(odd[:4])}.")
         pieces = {parameter: piece for unit in self._units for flat in unit.flats for parameter, piece in flat.pieces()}
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        for name, value in state_dict.items():
+            shape = pieces[parameters[name]][0] if name in parameters else mine[name].shape
+            if value.shape != shape:
+                raise ValueError(
+                    f"FullyShardedDataParallel: {name} of the state dict has shape {tuple(value.shape)}, that of the "
+                    f"module {tuple(shape)}."
+                )
         for name, value in state_dict.items():
             if name in parameters:
-                parameters[name].copy_(value.flatten()[pieces[parameters[name]]])
+                parameters[name].copy_(value.flatten()[pieces[parameters[name]][1]])
             else:
                 mine[name].copy_(value)
 
+    def _parameters_by_name(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for unit in self._units:
+            unit.free()  # a forward pass without a backward pass leaves the unit that stays
+        return self.module.named_parameters(remove_duplicate=False)
 
-class _AfterBackward(torch.autograd.Function):
-    """Hands its tensors on, and calls ``done`` when their gradients are there."""
 
-    @staticmethod
-    def forward(ctx, done, *tensors):
-        ctx.done = done
-        return tensors
+class _Gathered(partial):
+    """What takes the place of a layer's forward()."""
 
-    @staticmethod
-    def backward(ctx, *gradients):
-        ctx.done()
-        return None, *gradients
+
+class Call:
+    """One use of a unit, for whose gradient the backward pass has yet to come. It ends with the graph that it is of."""
+
+    def __init__(self, unit: "Unit", before: "Unit | None"):
+        self.unit, self.before = unit, before  # before: the unit called before it
+
+
+def tensors_of(output) -> Iterator[Tensor]:
+    """The tensors in tuples, lists and dicts, and in the attributes of other objects in them."""
+    for leaf in tree_leaves(output):
+        inside = [leaf] if isinstance(leaf, Tensor) else tree_leaves(dict(getattr(leaf, "__dict__", {})))
+        yield from (tensor for tensor in inside if isinstance(tensor, Tensor))
 
 
 Place = tuple[nn.Module, str, nn.Parameter]  # a module, and under which name it has which parameter
@@ -355,14 +373,21 @@ Place = tuple[nn.Module, str, nn.Parameter]  # a module, and under which name it
 
 def units_of(module: nn.Module) -> list[tuple[nn.Module, list[Place]]]:
     """The layers of a module with the parameters that each has alone, after the module itself with all others."""
-    layers = list(layers_of(module)) or list(module.children())
+    layers = list(layers_of(module))
+    if not layers and not type(module).__module__.startswith("torch.nn."):  # whose insides use each other's parameters
+        layers = list(module.children())
+    # One without a forward(), such as a ParameterList, is not called.
+    layers = [x for x in layers if type(x).forward is not nn.Module.forward and not isinstance(x, nn.Embedding)]
     places = {layer: [place for part in layer.modules() for place in places_of(part)] for layer in layers}
+    inside = {part for layer in layers for part in layer.modules()}
+    places[module] = [place for part in module.modules() if part not in inside for place in places_of(part)]
     users: dict[nn.Parameter, set[nn.Module]] = {}
-    for layer in places:
-        for _, _, parameter in places[layer]:
-            users.setdefault(parameter, set()).add(layer)
-    alone = {layer: [place for place in places[layer] if len(users[place[2]]) == 1] for layer in places}
-    rest = [place for part in module.modules() for place in places_of(part) if len(users.get(place[2], ())) != 1]
+    for user, its in places.items():
+        for _, _, parameter in its:
+            users.setdefault(parameter, set()).add(user)
+    alone = {layer: [place for place in places[layer] if users[place[2]] == {layer}] for layer in layers}
+    rest = [place for part in module.modules() for place in places_of(part)]
+    rest = [place for place in rest if not any(users[place[2]] == {layer} for layer in layers)]
     return [(layer, own) for layer, own in [(module, rest), *alone.items()] if own]
 
 
@@ -393,19 +418,8 @@ class Unit:
         full = {sharded: whole for flat in self.flats for sharded, whole in zip(flat.sharded, flat.full)}
         self._places = [(part, name, sharded, full[sharded]) for part, name, sharded in places]
         self._shown = False  # whether the module has the whole parameters at the moment
-        self.in_backward = False
-        self.waiting: set[Flat] = set()  # for whose gradients the backward pass has to come
-        self.open_calls = 0  # calls whose inputs wait for their gradients
-        self.next: Unit | None = None
-        self.previous: Unit | None = None
-
-    def expect_gradients(self) -> None:
-        self.waiting = {flat for flat in self.flats if flat.full[0].requires_grad}
-
-    def follow(self, previous: "Unit | None") -> None:
-        self.previous = previous
-        if previous is not None:
-            previous.next = self
+        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()  # to which the backward pass has yet to come
+        self.reached = False  # whether the backward pass has, and its gradients have not travelled
 
     def gather(self) -> None:
         """Begin the all-gather, unless it has begun."""
@@ -441,6 +455,7 @@ class Flat:
     def __init__(self, parameters: list[nn.Parameter], compute_dtype: torch.dtype | None, group: ProcessGroup | None):
         n, rank = dist.get_world_size(group), dist.get_rank(group)
         self.sharded, self._group, self._scale = parameters, group, 1 / n
+        self.trained = parameters[0].requires_grad
         self._shapes = [parameter.shape for parameter in parameters]
         self._sizes = [parameter.numel() for parameter in parameters]
         k = -(-sum(self._sizes) // n)
@@ -450,8 +465,11 @@ class Flat:
         dtype = compute_dtype if compute_dtype and whole.is_floating_point() else whole.dtype
         self._whole = whole.new_empty(n * k, dtype=dtype)  # (n k,)
         # .data: a later all-gather into the whole is not a change that autograd has to know of.
-        self.full = [nn.Parameter(v.data, requires_grad=parameters[0].requires_grad) for v in self._views(self._whole)]
+        self.full = [nn.Parameter(v.data, requires_grad=self.trained) for v in self._views(self._whole)]
         self._whole.untyped_storage().resize_(0)
+        myself = weakref.ref(self)  # Python cannot see, and break, a circle through a hook
+        for i, parameter in enumerate(self.full if self.trained else []):
+            parameter.register_post_accumulate_grad_hook(lambda _, i=i: myself().bring(i))
         self._work: Work | None = None
         self._is_whole = False
         self.gradient: Tensor | None = None  # (n k,) in the compute dtype, while the backward pass fills it
@@ -489,32 +507,36 @@ class Flat:
         self._is_whole = False
 
     def bring(self, i: int) -> None:
-        """Copy the gradient of whole parameter i, over n, into its place in the flat gradient."""
+        """The backward pass has finished the gradient of whole parameter i: copy it, over n, into the flat gradient."""
+        if i in self.arrived:
+            raise RuntimeError("a second backward pass; call finish_gradient_synchronization() after each.")
         if self.gradient is None:
-            self.gradient = torch.empty_like(self._whole)
-        slot = self._views(self.gradient)[i]
-        put_gradient(self.full[i].grad, slot, self._scale)
+            self.gradient = self._whole.new_empty(self._whole.shape)
+        slot, gradient = self._views(self.gradient)[i], self.full[i].grad
         self.full[i].grad = slot
+        put_gradient(gradient, slot, self._scale)
         self.arrived.add(i)
 
-    def complete_gradient(self) -> Tensor:
-        """The flat gradient, with minus zeros for what was not used. (n k,)"""
-        for i, slot in enumerate(self._views(self.gradient)):
-            if i not in self.arrived:
+    def complete_gradient(self) -> tuple[Tensor, set[int]]:
+        """Hand over the flat gradient, (n k,), with minus zeros for what was not used, and which parameters were."""
+        gradient, arrived = self.gradient, self.arrived
+        if gradient is None:
+            gradient = self._whole.new_empty(self._whole.shape)
+        for i, slot in enumerate(self._views(gradient)):
+            if i not in arrived:
                 put_gradient(None, slot, self._scale)
             self.full[i].grad = None
-        self.gradient[sum(self._sizes) :] = 0
-        return self.gradient
+        gradient[sum(self._sizes) :] = 0
+        self.gradient, self.arrived = None, set()
+        return gradient, arrived
 
-    def take_gradient(self, shard: Tensor) -> None:
+    def take_gradient(self, shard: Tensor, arrived: set[int]) -> None:
         """Add this rank's shard of the summed gradient, (k,), to the .grad of its pieces."""
         shard = shard.to(self.shard.dtype)
         for i, parameter in enumerate(self.sharded):
             gradient = shard[self._within[i]]
-            if i in self.arrived or not nobody_used(gradient):
+            if i in arrived or not nobody_used(gradient):
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        self.gradient = None
-        self.arrived = set()
 
     def whole(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter with its whole value, gathered in its own dtype."""
@@ -522,6 +544,6 @@ class Flat:
         dist.all_gather_single(whole, self.shard, group=self._group)
         yield from zip(self.sharded, self._views(whole))
 
-    def pieces(self) -> Iterator[tuple[nn.Parameter, slice]]:
-        """Each parameter with the range of its elements, flattened, that are here."""
-        yield from zip(self.sharded, self._ranges)
+    def pieces(self) -> Iterator[tuple[nn.Parameter, tuple[torch.Size, slice]]]:
+        """Each parameter with its whole shape, and the range of its elements, flattened, that are here."""
+        yield from zip(self.sharded, zip(self._shapes, self._ranges))

@@ -63,6 +63,7 @@ class _Counter(TorchDispatchMode):
         self._kind: dict[int, str] = {}
         self._size: dict[int, int] = {}
         self._now = dict.fromkeys(KINDS, 0)
+        self._ended: list[int] = []  # storages that were freed since the last count, also by the backend's threads
         self.count()
 
     @classmethod
@@ -71,8 +72,10 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        self._forget_ended()
         before = {_key(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
         result = func(*args, **kwargs)
+        self._forget_ended()
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and _key(tensor) not in before:  # not a view, nor in place
                 self._see(tensor, "activations")
@@ -81,11 +84,13 @@ class _Counter(TorchDispatchMode):
 
     def count(self) -> None:
         """What is alive now, and is it more than ever?"""
+        self._forget_ended()
         for kind, tensors in self._owned():
             for tensor in tensors:
                 self._see(tensor, kind)
         for key in [key for key, kind in self._kind.items() if kind == "parameters"]:
-            self._set(key, "parameters", self._alive[key]().nbytes())  # a sharded one's storage grows and shrinks
+            if (storage := self._alive[key]()) is not None:
+                self._set(key, "parameters", storage.nbytes())  # a sharded one's storage grows and shrinks
         held, now = self.memory, self._now
         held.peak = {kind: max(held.peak[kind], now[kind]) for kind in KINDS}
         if sum(now.values()) > held.total:
@@ -104,20 +109,23 @@ class _Counter(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key not in self._alive:
-            self._alive[key] = weakref.ref(storage, lambda _: self._set(key, None, 0))
+            self._alive[key] = weakref.ref(storage, lambda _: self._ended.append(key))
         elif self._kind[key] != "activations":
             kind = self._kind[key]
         if (kind, size) != (self._kind.get(key), self._size.get(key)):
             self._set(key, kind, size)
 
-    def _set(self, key: int, kind: str | None, size: int) -> None:
+    def _set(self, key: int, kind: str, size: int) -> None:
         if key in self._kind:
+            self._now[self._kind[key]] -= self._size[key]
+        self._kind[key], self._size[key] = kind, size
+        self._now[kind] += size
+
+    def _forget_ended(self) -> None:
+        while self._ended:
+            key = self._ended.pop()
             self._now[self._kind.pop(key)] -= self._size.pop(key)
-        if kind is None:
             del self._alive[key]
-        else:
-            self._kind[key], self._size[key] = kind, size
-            self._now[kind] += size
 
 
 def _key(tensor: Tensor) -> int:
