@@ -1,0 +1,433 @@
+"""Run a table: every rank computes its row, and sends and receives what the table implies.
+
+    stages = pipeline.cut(model.layers(), schedule.stages)
+    pipe = pipeline.Pipeline(stages, schedule, loss_fn)
+    loss = pipe.step(inputs, targets)              # adds to the parameters' gradients
+
+Whatever the table, the gradients are those of the whole batch in one process. A table changes when, and what is held
+meanwhile.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from lecture_lib.parallel.agree import agree, describe, facts_of
+from lecture_lib.parallel.pipeline.backward import Delayed, Splitter
+from lecture_lib.parallel.pipeline.check import validate
+from lecture_lib.parallel.pipeline.messages import Message, program
+from lecture_lib.parallel.pipeline.table import Action, Schedule
+from lecture_lib.trace import region, unrecorded
+
+SENDS = 4  # that may be on their way before the rank waits for the oldest; each keeps its tensor
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+class Pipeline:
+    """This rank's stages, and what it does with them.
+
+    stages:     one module for each stage of the schedule, the same list on every rank. A stage takes one tensor and
+                returns one, floating-point between stages; shapes and dtypes may change from stage to stage. A rank
+                keeps its own stages (``pipe.stages``) and lets go of the others, which may be on the meta device.
+    schedule:   any table that ``validate`` accepts, for as many ranks as the group has
+    loss_fn:    (output, targets) of a micro-batch -> (), a mean over its samples: the batch's loss is the mean over
+                micro-batches
+    example:    (inputs, targets) of a batch. What needs one is then checked at construction, else in the first step:
+                that it can be divided, and what each stage returns, by a forward pass of one micro-batch on trial
+    group:      the ranks; None: all
+    recompute:  keep only each stage's input from F to B or I, and compute the rest again there (Chen et al. 2016,
+                Training deep nets with sublinear memory cost). Modules that count their calls, such as BatchNorm,
+                count twice.
+
+    A parameter that stages on different ranks share, as a tied embedding, starts with the value of the first of these
+    ranks, and after each step has the sum of their gradients on all of them.
+
+    Sent in a step, per micro-batch and boundary between ranks: the activation, and a gradient of the same size back.
+    For a tied parameter of S bytes on h ranks: (h-1) S by each of them.
+
+    Raises ValueError, with the same message on every rank, for a schedule for another number of ranks or stages or one
+    that is not valid, stages that differ between ranks, a stage that fails on an example or does not return a tensor,
+    and a batch that the micro-batches do not divide.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        schedule: Schedule,
+        loss_fn: Callable[[Tensor, Tensor], Tensor],
+        *,
+        example: tuple[Tensor, Tensor] | None = None,
+        group: dist.ProcessGroup | None = None,
+        recompute: bool = False,
+    ):
+        self.rank = dist.get_rank(group)
+        if self.rank < 0:
+            raise ValueError(f"Pipeline: rank {dist.get_rank()} is not in this group; only its ranks build it.")
+        stages = list(stages)
+        problem = _problem(stages, schedule, dist.get_world_size(group))
+        facts = []
+        if problem is None:
+            facts = [f"the schedule {schedule.name} for {schedule.micro_batches} micro-batches", str(schedule)]
+            facts += [f"stage {i} with {fact}" for i, stage in enumerate(stages) for fact in facts_of(stage)]
+        agree("Pipeline", facts, group, problem)
+        self.schedule, self.loss_fn, self.group, self.recompute = schedule, loss_fn, group, recompute
+        self.stages = {number: stages[number] for number in range(len(stages)) if self._has(number)}
+        self._devices = {number: _device(stage, group) for number, stage in self.stages.items()}
+        # What travels lies where it is, or, since gloo sends from there only, in CPU memory.
+        self._wire = torch.device("cpu") if dist.get_backend(group) == "gloo" else None
+        self._program = program(schedule)[self.rank]
+        split = {(action.stage, action.micro_batch) for action in schedule.rows[self.rank] if action.kind == "I"}
+        self._split = split  # (stage, micro-batch) whose backward pass comes in two halves
+        self._splitters = {number: Splitter(self.stages[number]) for number in {number for number, _ in split}}
+        self._tied = _tied(stages, schedule.rank_of)
+        self._start_tied_alike()
+        self._shapes: list[Shape] | None = None  # what each stage takes: micro-batches of ...
+        self._batch = None, None  # inputs and targets, in words
+        if example is not None:
+            self._infer(*example)
+
+    def _has(self, stage: int) -> bool:
+        return 0 <= stage < self.schedule.stages and self.schedule.rank_of[stage] == self.rank
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of this rank's stages, each once: for an optimizer."""
+        return nn.ModuleList(self.stages.values()).parameters()
+
+    def step(self, inputs: Tensor | None, targets: Tensor | None, share_loss: bool = False) -> Tensor | None:
+        """Forward and backward of a batch: adds to every parameter's ``grad``.
+
+        inputs, targets: (batch, ...), used on the ranks of the first and of the last stage; other ranks may bring them
+        too, and should, for then all of them notice a wrong batch. Every batch has the shape of the first.
+        Returns the batch's loss, detached, (), on the rank of the last stage, None elsewhere; with ``share_loss`` on
+        all, by a broadcast.
+        """
+        if self._shapes is None:
+            self._infer(inputs, targets)
+        self._same_batch(inputs, targets)
+        step, before = _Step(self, inputs, targets), self._set_aside_tied()
+        for messages, action in self._program:
+            step.exchange(messages)
+            if action is not None:
+                step.compute(action)
+        step.finish()
+        self._add_tied(before)
+        return self._shared(step.loss) if share_loss else step.loss
+
+    def evaluate(self, inputs: Tensor | None, targets: Tensor | None, share_loss: bool = False) -> Tensor | None:
+        """The loss alone, without gradients: the forward actions of the table. Otherwise as ``step``."""
+        if self._shapes is None:
+            self._infer(inputs, targets)
+        self._same_batch(inputs, targets)
+        step = _Step(self, inputs, targets)
+        with torch.no_grad():
+            for messages, action in self._program:
+                step.exchange([message for message in messages if message.use.kind == "F"])
+                if action is not None and action.kind == "F":
+                    step.compute(action)
+        step.finish()
+        return self._shared(step.loss) if share_loss else step.loss
+
+    def _shared(self, loss: Tensor | None) -> Tensor:
+        last = self.schedule.rank_of[-1]
+        loss = torch.empty((), device=next(iter(self._devices.values()))) if loss is None else loss.float()
+        dist.broadcast(loss, group=self.group, group_src=last)
+        return loss
+
+    # ---- shapes ------------------------------------------------------------------------------------------------------
+
+    def _infer(self, inputs: Tensor | None, targets: Tensor | None) -> None:
+        """What each stage returns for a micro-batch: its rank tries it, and tells all the others."""
+        shapes: list[Shape] = [((), torch.float32)]
+        with unrecorded():
+            for stage in range(self.schedule.stages):
+                found = [None]
+                if self._has(stage):
+                    found = [self._try(stage, shapes[-1], inputs, targets)]
+                dist.broadcast_object_list(found, group_src=self.schedule.rank_of[stage], group=self.group)
+                if isinstance(found[0], str):
+                    raise ValueError(f"Pipeline: {found[0]}")
+                shapes.append(found[0])
+        self._shapes = shapes[:-1]
+        self._batch = tuple(batch if batch is None else describe(batch) for batch in (inputs, targets))
+
+    def _try(self, stage: int, takes: Shape, inputs: Tensor | None, targets: Tensor | None) -> Shape | str:
+        """What the stage returns, or what is wrong."""
+        m = self.schedule.micro_batches
+        last = stage == self.schedule.stages - 1
+        needed = [("inputs", inputs)] * (stage == 0) + [("targets", targets)] * last
+        for name, batch in needed:
+            if not isinstance(batch, Tensor):
+                return f"rank {dist.get_rank()} holds stage {stage} and got {name}={batch!r}; it needs a tensor."
+            if batch.dim() == 0 or batch.shape[0] % m or batch.shape[0] == 0:
+                rows = batch.shape[0] if batch.dim() else 0
+                return f"{m} micro-batches do not divide {name} of {rows} samples; use a multiple of {m}."
+        shape, dtype = takes
+        x = inputs.tensor_split(m)[0] if stage == 0 else torch.zeros(shape, dtype=dtype, device=self._devices[stage])
+        module = self.stages[stage]
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        devices = [x.device] if x.is_cuda else []
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices):  # a trial: it leaves no trace
+                y = torch.func.functional_call(module, buffers, (x,))
+        except Exception as error:
+            return (
+                f"stage {stage} (rank {dist.get_rank()}) fails on {describe(x)}: {type(error).__name__}: {error}. Each "
+                "stage has to take what the one before it returns."
+            )
+        returns = f"stage {stage} (rank {dist.get_rank()}) returns"
+        if not isinstance(y, Tensor):
+            what = f"{type(y).__name__} of {len(y)}" if isinstance(y, (tuple, list)) else type(y).__name__
+            return f"{returns} a {what}; a stage hands on one tensor, so let it return one (torch.cat joins several)."
+        if not last and not y.is_floating_point():
+            return f"{returns} {describe(y)}; gradients can only come back through a floating-point tensor."
+        if last:
+            return self._try_loss(y, targets.tensor_split(m)[0]) or (tuple(y.shape), y.dtype)
+        return tuple(y.shape), y.dtype
+
+    def _try_loss(self, output: Tensor, target: Tensor) -> str | None:
+        try:
+            with torch.no_grad():
+                loss = self.loss_fn(output, target)
+        except Exception as error:
+            return (
+                f"loss_fn fails on an output of {describe(output)} and targets of {describe(target)}: "
+                f"{type(error).__name__}: {error}."
+            )
+        if not isinstance(loss, Tensor) or loss.dim():
+            what = describe(loss) if isinstance(loss, Tensor) else type(loss).__name__
+            return f"loss_fn returns {what}; it has to return the mean over the micro-batch, a tensor of shape ()."
+        return None
+
+    def _same_batch(self, *batch: Tensor | None) -> None:
+        for name, now, first in zip(("inputs", "targets"), batch, self._batch):
+            if now is not None and first is not None and describe(now) != first:
+                raise ValueError(
+                    f"Pipeline: {name} of {describe(now)}, after a first batch of {first}; all batches have one shape. "
+                    "For another one, make another Pipeline of the same stages."
+                )
+
+    # ---- parameters that several ranks hold --------------------------------------------------------------------------
+
+    def _start_tied_alike(self) -> None:
+        for parameter, ranks in self._mine_tied():
+            first, *others = ranks
+            value = parameter.detach().to(self._wire or parameter.device)
+            if self.rank == first:
+                self._swap([dist.P2POp(dist.isend, value, group=self.group, group_peer=r) for r in others])
+            else:
+                self._swap([dist.P2POp(dist.irecv, value, group=self.group, group_peer=first)])
+                parameter.detach().copy_(value)
+
+    def _set_aside_tied(self) -> list[Tensor | None]:
+        """Gradients of earlier steps, which are sums over the holders already."""
+        before = [parameter.grad for parameter, _ in self._trained_tied()]
+        for parameter, _ in self._trained_tied():
+            parameter.grad = None
+        return before
+
+    def _add_tied(self, before: list[Tensor | None]) -> None:
+        """Each holder sends its gradient to the other holders, and all add them up in the same order."""
+        for (parameter, ranks), earlier in zip(self._trained_tied(), before):
+            mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            mine = mine.to(self._wire or mine.device)
+            parts = {r: torch.empty_like(mine) for r in ranks if r != self.rank}
+            self._swap(
+                [dist.P2POp(dist.isend, mine, group=self.group, group_peer=r) for r in parts]
+                + [dist.P2POp(dist.irecv, part, group=self.group, group_peer=r) for r, part in parts.items()]
+            )
+            parts[self.rank] = mine
+            total = sum(parts[r] for r in ranks).to(parameter.device)
+            parameter.grad = total if earlier is None else earlier.add_(total)
+
+    def _mine_tied(self) -> list[tuple[nn.Parameter, list[int]]]:
+        return [(p, ranks) for p, ranks in self._tied if self.rank in ranks]
+
+    def _trained_tied(self) -> list[tuple[nn.Parameter, list[int]]]:
+        return [(p, ranks) for p, ranks in self._mine_tied() if p.requires_grad]
+
+    def _swap(self, transfers: list) -> None:
+        for work in dist.batch_isend_irecv(transfers):
+            work.wait()
+
+
+class _Step:
+    """One batch on its way through this rank."""
+
+    def __init__(self, pipe: Pipeline, inputs: Tensor | None, targets: Tensor | None):
+        self.pipe, self.micro_batches = pipe, pipe.schedule.micro_batches
+        self.last = pipe.schedule.stages - 1
+        self.inputs = inputs.tensor_split(self.micro_batches) if 0 in pipe.stages else ()
+        self.targets = targets.tensor_split(self.micro_batches) if self.last in pipe.stages else ()
+        self.loss: Tensor | None = None
+        self._came: dict[Action, tuple[Tensor, list]] = {}  # F or I -> what it needs, and what to wait for before
+        self._going: dict[Action, Tensor] = {}  # F or I on another rank -> what it needs
+        self._sends: deque[tuple[Tensor, list]] = deque()
+        self._held: dict[tuple[int, int], tuple] = {}  # (stage, micro-batch) -> what B or I will need
+        self._delayed: dict[tuple[int, int], Delayed] = {}  # (stage, micro-batch) -> what W will do
+
+    # ---- messages ----------------------------------------------------------------------------------------------------
+
+    def exchange(self, messages: list[Message]) -> None:
+        """Begin to send and receive all of these."""
+        if not messages:
+            return
+        transfers = []
+        for use, source, target in messages:
+            if source == self.pipe.rank:
+                operation, peer, tensor = dist.isend, target, self._going.pop(use)
+            else:
+                operation, peer, tensor = dist.irecv, source, self._room(use)
+            transfers.append(dist.P2POp(operation, tensor, group=self.pipe.group, group_peer=peer))
+        works = dist.batch_isend_irecv(transfers)
+        for number, (message, transfer) in enumerate(zip(messages, transfers)):
+            waits = [works[number]] if len(works) == len(transfers) else works  # NCCL: one for the whole batch
+            if message.target == self.pipe.rank:
+                self._came[message.use] = transfer.tensor, waits
+            else:
+                self._sends.append((transfer.tensor, waits))
+        while len(self._sends) > SENDS:
+            self._sent()
+
+    def _room(self, use: Action) -> Tensor:
+        """For what comes: a stage's input, or the gradient of its output, which is the next stage's input."""
+        shape, dtype = self.pipe._shapes[use.stage if use.kind == "F" else use.stage + 1]
+        return torch.empty(shape, dtype=dtype, device=self.pipe._wire or self.pipe._devices[use.stage])
+
+    def _sent(self) -> None:
+        for work in self._sends.popleft()[1]:
+            work.wait()
+
+    def _take(self, use: Action) -> Tensor:
+        tensor, waits = self._came.pop(use)
+        for work in waits:
+            work.wait()
+        return tensor.to(self.pipe._devices[use.stage])
+
+    def _hand_on(self, use: Action, tensor: Tensor) -> None:
+        if self.pipe._has(use.stage):
+            self._came[use] = tensor, []
+        else:
+            self._going[use] = tensor.to(self.pipe._wire or tensor.device).contiguous()
+
+    def finish(self) -> None:
+        while self._sends:
+            self._sent()
+
+    # ---- actions -----------------------------------------------------------------------------------------------------
+
+    def compute(self, action: Action) -> None:
+        stage, kind, i = action
+        if kind == "F":
+            x = self.inputs[i] if stage == 0 else self._take(action).requires_grad_()
+            with region(str(action)):
+                self._forward(stage, i, x)
+        elif kind in "BI":
+            gradient = None if stage == self.last else self._take(Action(stage, "I", i))
+            with region(str(action)):
+                self._backward(stage, i, gradient)
+        else:
+            with region(str(action)):
+                self._delayed.pop((stage, i)).compute()
+
+    def _forward(self, stage: int, i: int, x: Tensor) -> None:
+        if self.pipe.recompute or not torch.is_grad_enabled():
+            random = _random_state(x)
+            with torch.no_grad():
+                output = self._output(stage, i, x)
+            if torch.is_grad_enabled():
+                self._held[stage, i] = x, random
+        else:
+            output = self._output(stage, i, x)
+            # The graph is held, not the output: unless a module saved it, it is freed as soon as it is sent.
+            self._held[stage, i] = x, _root(output)
+        if stage == self.last:
+            self.loss = output.detach() if self.loss is None else self.loss + output.detach()
+        else:
+            self._hand_on(Action(stage + 1, "F", i), output.detach())
+
+    def _output(self, stage: int, i: int, x: Tensor) -> Tensor:
+        """What the stage returns; the last one: its part of the batch's loss."""
+        splitting = contextlib.nullcontext()
+        if (stage, i) in self.pipe._split and torch.is_grad_enabled():
+            self._delayed[stage, i] = Delayed()
+            splitting = self.pipe._splitters[stage].delaying(self._delayed[stage, i])
+        with splitting:
+            y = self.pipe.stages[stage](x)
+        return self.pipe.loss_fn(y, self.targets[i]) / self.micro_batches if stage == self.last else y
+
+    def _backward(self, stage: int, i: int, gradient: Tensor | None) -> None:
+        """B, or I where the forward pass was split. ``gradient``: of the stage's output; None: it is the loss."""
+        x, root = self._held.pop((stage, i))
+        if self.pipe.recompute:
+            with _random_state_of(x, root):
+                root = _root(self._output(stage, i, x))
+        if root is not None:
+            torch.autograd.backward(root, gradient)
+        if stage > 0:
+            back, x.grad = x.grad, None
+            self._hand_on(Action(stage - 1, "I", i), torch.zeros_like(x) if back is None else back)
+
+
+def _root(output: Tensor):
+    """Where a backward pass begins; None: nothing here needs a gradient."""
+    if not output.requires_grad:
+        return None
+    return output if output.dim() == 0 else get_gradient_edge(output)
+
+
+def _random_state(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
+
+
+@contextlib.contextmanager
+def _random_state_of(x: Tensor, state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
+    """Dropout falls as it did when ``state`` was read."""
+    with torch.random.fork_rng([x.device] if x.is_cuda else []):
+        torch.set_rng_state(state[0])
+        if x.is_cuda:
+            torch.cuda.set_rng_state(state[1], x.device)
+        yield
+
+
+def _device(stage: nn.Module, group: dist.ProcessGroup | None) -> torch.device:
+    """Where a stage computes: where its parameters are."""
+    for tensor in (*stage.parameters(), *stage.buffers()):
+        return tensor.device
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def _problem(stages: list, schedule: Schedule, ranks: int) -> str | None:
+    """What is wrong with this rank's arguments, as the end of a sentence that begins with "rank 2"."""
+    if not isinstance(schedule, Schedule):
+        return f"brought a schedule of type {type(schedule).__name__}; make one, as with pipeline.gpipe(4, 8)."
+    if schedule.ranks != ranks:
+        return f"brought {schedule.name} for {schedule.ranks} ranks, and the group has {ranks}; make it for {ranks}."
+    try:
+        validate(schedule)
+    except ValueError as error:
+        return f"brought a schedule that cannot be run: {error}"
+    if len(stages) != schedule.stages:
+        return (
+            f"brought {len(stages)} stages, and {schedule.name} has {schedule.stages}; cut the model into "
+            f"{schedule.stages}."
+        )
+    for number, stage in enumerate(stages):
+        if not isinstance(stage, nn.Module):
+            return f"brought a stage {number} of type {type(stage).__name__}; a stage is an nn.Module."
+    return None
+
+
+def _tied(stages: list[nn.Module], rank_of: tuple[int, ...]) -> list[tuple[nn.Parameter, list[int]]]:
+    """(parameter, the ranks that hold it) where stages of more than one rank share it."""
+    holders: dict[nn.Parameter, list[int]] = {}
+    for number, stage in enumerate(stages):
+        for parameter in stage.parameters():
+            ranks = holders.setdefault(parameter, [])
+            if rank_of[number] not in ranks:
+                ranks.append(rank_of[number])
+    return [(parameter, ranks) for parameter, ranks in holders.items() if len(ranks) > 1]
