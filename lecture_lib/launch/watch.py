@@ -4,7 +4,9 @@ While the main thread waits inside a collective it has let go of the GIL, so a s
 innermost frames tell the operation; the first frame that belongs to the person tells the line.
 """
 
+import contextlib
 import dis
+import glob
 import json
 import os
 import sys
@@ -41,14 +43,26 @@ def is_persons(filename: str) -> bool:
 def report() -> dict:
     """What the main thread does: ``operation`` it waits in (or None), ``needs``: ranks that must take part in it (None:
     all), ``frames`` of the person's code, innermost last, ``done``: operations of the default group that it has
-    finished, ``cpu``: seconds of processor time so far, ``threads``: whether another thread is in the person's code,
+    finished, ``cpu``: seconds of processor time so far, and of waiting for it, ``threads``: whether another thread is in the person's code,
     and so may yet do what the main thread waits for."""
     stacks = _stacks()
     main = threading.main_thread().ident
     return describe(stacks.pop(main)) | {
-        "cpu": time.process_time() - time.thread_time(),
+        "cpu": time.process_time() - time.thread_time() + _queued(),
         "threads": _in_threads(stacks),
     }
+
+
+def _queued() -> float:
+    """Seconds that the other threads were ready to run while all cores were busy; 0 where the system does not tell.
+
+    On an overloaded machine a rank may wait longer for a core than for its peers; that is not a deadlock."""
+    own, seconds = str(threading.get_native_id()), 0.0
+    for path in glob.glob("/proc/self/task/*/schedstat"):
+        with contextlib.suppress(OSError):  # the thread has just ended
+            if path.split("/")[4] != own:
+                seconds += int(Path(path).read_text().split()[1]) / 1e9
+    return seconds
 
 
 def _stacks() -> dict[int, list]:
@@ -173,8 +187,9 @@ def _describe(frame) -> tuple[str, list[int] | None]:
         text += f" to rank {values['dst']}"
     needs, group = None, values.get("group")
     if isinstance(group, dist.ProcessGroup) and group is not dist.group.WORLD:
-        needs = dist.get_process_group_ranks(group)
-        text += f" in group {needs}"
+        with contextlib.suppress(KeyError):  # it has just been destroyed
+            needs = dist.get_process_group_ranks(group)
+            text += f" in group {needs}"
     if frame.f_code.co_name in ("send", "recv") and isinstance(peer := values.get("dst", values.get("src")), int):
         needs = [peer]
     return text, needs
