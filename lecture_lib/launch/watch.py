@@ -43,12 +43,13 @@ def is_persons(filename: str) -> bool:
 def report() -> dict:
     """What the main thread does: ``operation`` it waits in (or None), ``needs``: ranks that must take part in it (None:
     all), ``frames`` of the person's code, innermost last, ``done``: operations of the default group that it has
-    finished, ``cpu``: seconds of processor time so far, and of waiting for it, ``threads``: whether another thread is in the person's code,
-    and so may yet do what the main thread waits for."""
+    finished, ``cpu``: seconds of processor time so far, ``queued``: of waiting for it, ``threads``: whether another
+    thread is in the person's code, and so may yet do what the main thread waits for."""
     stacks = _stacks()
     main = threading.main_thread().ident
     return describe(stacks.pop(main)) | {
-        "cpu": time.process_time() - time.thread_time() + _queued(),
+        "cpu": time.process_time() - time.thread_time(),
+        "queued": _queued(),
         "threads": _in_threads(stacks),
     }
 

@@ -24,6 +24,7 @@ START_SECONDS = 120.0  # the fork server imports torch within this, even from a 
 DEADLOCK_SECONDS = 2.0  # every rank waits and none uses the processor for this long: nothing can move any more
 LEFT_ALONE_SECONDS = 1.0  # the same when some rank has returned already, and so cannot come
 SETTLE_SECONDS = 0.5  # after a fault, what the other ranks get to come to rest wherever they will
+QUEUED = 0.5  # threads: more than this, of all ranks together, would work if they got a core
 STILL = 0.1  # of one core: less than this, of all ranks together, is no work (gloo's threads look around now and then)
 
 _open_worlds: list[weakref.ref] = []
@@ -337,7 +338,7 @@ class Stillness:
 
     def __init__(self):
         self.seconds = 0.0
-        self._time, self._places, self._cpu = time.monotonic(), None, 0.0
+        self._time, self._places, self._cpu, self._queued = time.monotonic(), None, 0.0, 0.0
 
     def look(self, processes: list[Process]) -> bool:
         """Take in the ranks' last reports. Returns whether some rank has finished an operation since the last look."""
@@ -347,16 +348,18 @@ class Stillness:
             self.seconds = 0.0
             return False
         now, cpu = time.monotonic(), sum(report["cpu"] for report in reports)
+        queued = sum(report["queued"] for report in reports)
         places = [(p.rank, p.report["operation"], p.report["frames"], p.report["done"]) for p in waiting]
         elapsed = min(now - self._time, 0.5)  # a laptop that slept was not still, it was not there
         still = (
             places == self._places
             and all(report["operation"] for report in reports)
             and cpu - self._cpu < STILL * elapsed
+            and queued - self._queued < QUEUED * elapsed
         )
         self.seconds = self.seconds + elapsed if still else 0.0
         moved = self._places is not None and [p[3] for p in places] != [p[3] for p in self._places]
-        self._time, self._places, self._cpu = now, places, cpu
+        self._time, self._places, self._cpu, self._queued = now, places, cpu, queued
         return moved
 
 
