@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from . import collectives as c
 from .barrier import barrier
+from .cuts import four_cuts
 from .data_parallel import data_parallel, layers_held, zero
 from .energy import energy
 from .exchange import exchange
@@ -18,8 +19,10 @@ from .fusion import fusion
 from .ladder import ladder
 from .palette import PALETTE, rank_color
 from .roofline import of_a_layer, roofline
+from .sharding import moves, placements, placements_2d
 from .steps import ladders
 from .svg import Figure
+from .tensor_parallel import column_then_row, f_and_g, heads, matmul_splits, sequence_parallel
 from .tiles import tiles
 from .topology import ring, shared_memory, tree
 from .world import world
@@ -57,6 +60,15 @@ FIGURES: dict[str, Callable[[str], Figure]] = {
     "data_parallel": data_parallel,
     "zero": zero,
     "layers_held": layers_held,
+    "matmul_splits": matmul_splits,
+    "column_then_row": column_then_row,
+    "f_and_g": f_and_g,
+    "heads": heads,
+    "sequence_parallel": sequence_parallel,
+    "placements": placements,
+    "placements_2d": placements_2d,
+    "moves": moves,
+    "four_cuts": four_cuts,
     "batch_send_recv": lambda name: exchange(name, "Batched send and receive", c.everyone(), c.batch_send_recv),
 }
 

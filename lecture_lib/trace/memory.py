@@ -88,9 +88,10 @@ class _Counter(TorchDispatchMode):
         for kind, tensors in self._owned():
             for tensor in tensors:
                 self._see(tensor, kind)
-        for key in [key for key, kind in self._kind.items() if kind == "parameters"]:
-            if (storage := self._alive[key]()) is not None:
-                self._set(key, "parameters", storage.nbytes())  # a sharded one's storage grows and shrinks
+        for key, reference in self._alive.items():
+            storage = reference()
+            if storage is not None and storage.nbytes() != self._size[key]:  # a sharded parameter's grows and shrinks
+                self._set(key, self._kind[key], storage.nbytes())
         held, now = self.memory, self._now
         held.peak = {kind: max(held.peak[kind], now[kind]) for kind in KINDS}
         if sum(now.values()) > held.total:

@@ -1,0 +1,79 @@
+"""How much of a layer's step tensor parallelism spends communicating: on paper, with controls."""
+
+import ipywidgets as widgets
+
+from lecture_lib.collectives.cost import Fit
+from lecture_lib.hardware import get
+
+from .axes import time_words
+from .palette import FAINT, PALETTE
+from .scaling import MFU
+from .svg import Figure, box, figure, label
+
+BYTES = 2  # of a bf16 activation
+# Seconds for a step of a ring, however short the message: NCCL's own model, src/graph/tuning.cc, protocol "Simple".
+ALPHA_LINK, ALPHA_NETWORK = 3.4e-6, 14e-6
+RANKS = (1, 2, 4, 8, 16, 32)
+
+
+def step(tokens: int, hidden: int, ranks: int, gpu: str = "H100") -> tuple[float, float]:
+    """Seconds that one layer, forward and backward, computes and communicates on each of ``ranks`` GPUs.
+
+    A layer has 12 hidden² parameters: 4 hidden² in attention, 8 hidden² in an MLP four times as wide. 6 FLOPs for each
+    of them and each token (attention scores not counted), shared by the ranks. Four all-reduces of tokens x hidden
+    numbers, which nothing hides: within each node, then across nodes, each GPU with a network card of its own.
+    """
+    chip, nbytes = get(gpu), BYTES * tokens * hidden
+    inside = min(ranks, chip.domain)
+    travel = Fit(ALPHA_LINK, 1 / chip.link_bandwidth).seconds("ring_all_reduce", inside, nbytes)
+    travel += Fit(ALPHA_NETWORK, 1 / chip.nic_bandwidth).seconds("ring_all_reduce", ranks // inside, nbytes / inside)
+    return 6 * 12 * hidden**2 * tokens / ranks / (MFU * chip.bf16), 4 * travel
+
+
+def draw(tokens: int, hidden: int, gpu: str) -> Figure:
+    """A bar for each number of ranks: what a rank computes, then what it communicates."""
+    bars = {ranks: step(tokens, hidden, ranks, gpu) for ranks in RANKS}
+    left, wide, high, pitch, top = 120, 560, 32, 44, 62
+    scale = wide / max(sum(parts) for parts in bars.values())
+    strokes = [
+        label(16, 24, "tp", anchor="start", bold=True),
+        label(left, 24, "a layer, forward and backward", anchor="start"),
+        label(884, 24, "communicating", anchor="end", bold=True),
+    ]
+    shares = {}
+    for row, (ranks, (compute, travel)) in enumerate(bars.items()):
+        y, at = top + pitch * row, left + compute * scale
+        shares[ranks] = travel / (compute + travel)
+        strokes += [
+            label(16, y, ranks, anchor="start", bold=True),
+            box(left, y - high / 2, compute * scale, high, fill=PALETTE[0], stroke=FAINT, radius=0),
+            box(at, y - high / 2, travel * scale, high, fill=PALETTE[4], stroke=FAINT, radius=0),
+            label(at + travel * scale + 10, y, time_words(compute + travel), anchor="start"),
+            label(884, y, f"{shares[ranks]:.0%}", anchor="end", bold=True),
+        ]
+    said = ", ".join(f"{ranks}: {share:.0%}" for ranks, share in shares.items() if ranks > 1)
+    text = f"hidden {hidden:,}, {tokens:,} tokens, {gpu}; communicating, by tp: {said}."
+    return figure("tensor_scaling", "A tensor-parallel layer", text, 900, top + pitch * (len(RANKS) - 1) + 34, strokes)
+
+
+class TensorScalingExplorer(widgets.VBox):
+    """Controls for width, tokens and accelerator above the layer that they give."""
+
+    def __init__(self):
+        self.hidden = widgets.SelectionSlider(options=[2**i for i in range(10, 16)], value=8192, description="hidden")
+        self.tokens = widgets.SelectionSlider(options=[2**i for i in range(18)], value=4096, description="tokens")
+        self.gpu = widgets.Dropdown(options=["A100", "H100", "B200", "GB200"], value="H100", description="accelerator")
+        self.shown = widgets.HTML()
+        controls = (self.hidden, self.tokens, self.gpu)
+        for control in controls:
+            control.style.description_width = "90px"
+            control.observe(self.redraw, "value")
+        super().__init__([widgets.HBox(controls), self.shown])
+        self.redraw()
+
+    def redraw(self, change=None) -> None:
+        drawn = draw(self.tokens.value, self.hidden.value, self.gpu.value)
+        self.text, self.shown.value = drawn.text, drawn.svg
+
+    def __repr__(self) -> str:
+        return self.text.removeprefix("A tensor-parallel layer: ")
