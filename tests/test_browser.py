@@ -149,7 +149,13 @@ def code_cells(path: Path) -> list:
 
 
 @pytest.mark.parametrize(
-    "names", [("00_start_here", "02_collectives"), ("01_memory_hierarchy", "03_inside_collectives")], ids="-".join
+    "names",
+    [
+        ("00_start_here", "02_collectives"),
+        ("01_memory_hierarchy", "03_inside_collectives"),
+        ("04_data_parallel", "05_tensor_parallel"),
+    ],
+    ids="-".join,
 )
 def test_run_all_cells(new_page, lab, course, names):
     """Of two notebooks at the same time, each with a kernel and a world of its own."""
@@ -166,7 +172,7 @@ def test_run_all_cells(new_page, lab, course, names):
         assert move_each_slider(page) == SLIDERS.get(name, 0)
 
 
-SLIDERS = {"01_memory_hierarchy": 2, "03_inside_collectives": 1}
+SLIDERS = {"01_memory_hierarchy": 2, "03_inside_collectives": 1, "04_data_parallel": 3, "05_tensor_parallel": 2}
 
 
 def move_each_slider(page: Page) -> int:

@@ -330,6 +330,26 @@ class CallsNamed(nn.Module):
         return found["scaled"] + found["number"] * found["squared"]
 
 
+class OfAList(nn.Module):
+    """Called with a list of tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, parts):
+        return sum(parts) @ self.weight
+
+
+class CallsOfAList(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = OfAList()
+
+    def forward(self, x):
+        return self.inner([torch.tanh(x), x])
+
+
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -359,6 +379,7 @@ def modules() -> dict:
         "partly frozen": (some, x),
         "borrowing": (Borrowing(), x),
         "keywords": (CallsNamed(), x),
+        "list": (CallsOfAList(), x),
         "recurrent": (Recurrent(), x),
         "convolution": (nn.Sequential(nn.Conv1d(5, 6, 3), nn.GroupNorm(2, 6)), x),
         "embedding": (nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8)), torch.randint(9, (3, 5))),
@@ -377,6 +398,7 @@ LATE = {  # which parameters have no gradient before W
     "partly frozen": {"weight"},
     "borrowing": set(),
     "keywords": {"inner.weight"},
+    "list": {"inner.weight"},
     "recurrent": {f"layer.{n}_l0" for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")},
     "convolution": {"0.weight", "0.bias"},
     "embedding": {"0.weight", "1.weight", "1.bias"},

@@ -45,9 +45,9 @@ class Attention(nn.Module):
 
     def __init__(self, hidden: int, heads: int, kv_heads: int):
         super().__init__()
-        if hidden % heads or (hidden // heads) % 2:
+        if heads < 1 or hidden % heads or (hidden // heads) % 2:
             raise ValueError(f"hidden={hidden} over heads={heads} must be an even number: the features of one head.")
-        if heads % kv_heads:
+        if kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"{heads} query heads cannot share {kv_heads} key and value heads equally.")
         self.head_dim = hidden // heads
         self.query = nn.Linear(hidden, heads * self.head_dim, bias=False)

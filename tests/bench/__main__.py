@@ -1,7 +1,27 @@
 """Every benchmark, one after the other: python -m tests.bench"""
 
-from tests.bench import collectives, hardware, kernels, launch, trace
+from tests.bench import (
+    collectives,
+    hardware,
+    kernels,
+    launch,
+    parallel_data,
+    parallel_pipeline,
+    parallel_tensor,
+    planner,
+    trace,
+)
 
-for benchmark in (launch, trace, collectives, hardware, kernels):
+for benchmark in (
+    launch,
+    trace,
+    collectives,
+    hardware,
+    kernels,
+    parallel_data,
+    parallel_tensor,
+    parallel_pipeline,
+    planner,
+):
     benchmark.main()
     print("\n")

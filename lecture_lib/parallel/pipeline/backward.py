@@ -16,7 +16,7 @@ Source: Qi et al. 2023, Zero bubble pipeline parallelism, section 2.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,25 +74,32 @@ class Splitter:
     def _before(self, module: nn.Module, args: tuple, kwargs: dict):
         if self._delayed is None:
             return None
-        leaves, form = _flatten((args, kwargs))
+        usual = len(args) == 1 and isinstance(args[0], Tensor) and not kwargs
+        leaves, form = (args, None) if usual else tree_flatten((args, kwargs))
         theirs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         own = [x.detach().requires_grad_() for x in theirs]
         self._outside.append((theirs, own))
-        inside = iter(own)
-        return form([next(inside) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves])
+        inside = _replaced(leaves, own)
+        return (tuple(inside), kwargs) if form is None else tree_unflatten(inside, form)
 
     def _after(self, module: nn.Module, args: tuple, kwargs: dict, output):
         if self._delayed is None:
             return None
         theirs, own = self._outside.pop()
-        leaves, form = _flatten(output)
+        leaves, form = ([output], None) if isinstance(output, Tensor) else tree_flatten(output)
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not outputs:
             return None
         parameters = [p for p in self._parameters[module] if p.requires_grad]
         small = _Small([get_gradient_edge(y) for y in outputs], own, parameters, self._delayed)
-        nodes = iter(_Node.apply(small, [y.detach() for y in outputs], _ANCHOR, *theirs))
-        return form([next(nodes) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves])
+        nodes = _Node.apply(small, [y.detach() for y in outputs], _ANCHOR, *theirs)
+        return nodes[0] if form is None else tree_unflatten(_replaced(leaves, nodes), form)
+
+
+def _replaced(leaves: Sequence, tensors: Sequence[Tensor]) -> list:
+    """The leaves with these in place of the tensors that need a gradient."""
+    rest = iter(tensors)
+    return [next(rest) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves]
 
 
 class _Small(NamedTuple):
@@ -124,14 +131,3 @@ class _Node(torch.autograd.Function):
         if small.parameters:
             small.delayed.add(small, gradients)
         return None, None, None, *found
-
-
-def _flatten(values) -> tuple[list, Callable]:
-    """The values in a nest of tuples, lists and dictionaries, and what makes such a nest of them again."""
-    match values:
-        case Tensor():
-            return [values], lambda leaves: leaves[0]
-        case ((Tensor() as x,), {}) if not values[1]:
-            return [x], lambda leaves: ((leaves[0],), {})
-    leaves, form = tree_flatten(values)
-    return leaves, lambda leaves: tree_unflatten(leaves, form)
