@@ -104,6 +104,7 @@ MODELS = {
     "unused": Unused,
     "several dtypes": Dtypes,
 }
+SOME = ("transformer with a tied head", "unused", "several dtypes")
 OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
     # eps well above the rounding of a gradient, else AdamW turns what is nearly zero into a whole step
@@ -152,7 +153,7 @@ def check_against_one_process(bucket_mb):
     wrong = []
     for name, make in MODELS.items():
         for optimizer, new_optimizer in OPTIMIZERS.items():
-            if optimizer == "AdamW" and bucket_mb != 25:
+            if bucket_mb != 25 and (optimizer == "AdamW" or name not in SOME):
                 continue  # the order of addition is all that a bucket changes
             torch.manual_seed(3)
             alone = make()

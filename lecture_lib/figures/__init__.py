@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from . import collectives as c
 from .barrier import barrier
-from .cuts import four_cuts
 from .data_parallel import data_parallel, layers_held, zero
 from .energy import energy
 from .exchange import exchange
@@ -19,7 +18,6 @@ from .fusion import fusion
 from .ladder import ladder
 from .palette import PALETTE, rank_color
 from .roofline import of_a_layer, roofline
-from .sharding import moves, placements, placements_2d
 from .steps import ladders
 from .svg import Figure
 from .tensor_parallel import column_then_row, f_and_g, heads, matmul_splits, sequence_parallel
@@ -65,10 +63,6 @@ FIGURES: dict[str, Callable[[str], Figure]] = {
     "f_and_g": f_and_g,
     "heads": heads,
     "sequence_parallel": sequence_parallel,
-    "placements": placements,
-    "placements_2d": placements_2d,
-    "moves": moves,
-    "four_cuts": four_cuts,
     "batch_send_recv": lambda name: exchange(name, "Batched send and receive", c.everyone(), c.batch_send_recv),
 }
 

@@ -61,7 +61,7 @@ KINDS = {"parameters": 4, "gradients": 4, "Adam's m and v": 8}  # bytes for each
 
 def zero(name: str) -> Figure:
     """A row for each stage of ZeRO: grey is held by all ranks, a coloured piece by one rank."""
-    left, top, unit, pitch, high = 186, 104, 34, 70, 46
+    left, top, unit, pitch, high = 200, 104, 33, 70, 46
     strokes, words = [], []
     x = left
     for kind, size in KINDS.items():

@@ -10,6 +10,7 @@ their average. Sending it costs 2 (n-1)/n bytes for each byte of gradient, whate
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
 
@@ -142,7 +143,12 @@ def put_gradient(gradient: Tensor | None, slot: Tensor, scale: float) -> None:
     elif gradient.is_sparse:
         raise RuntimeError("a sparse gradient cannot travel in a bucket; make the embedding with sparse=False.")
     else:
-        torch.add(torch.zeros((), dtype=gradient.dtype), gradient, alpha=scale, out=slot)
+        torch.add(_zero(gradient.dtype), gradient, alpha=scale, out=slot)
+
+
+@functools.cache
+def _zero(dtype: torch.dtype) -> Tensor:
+    return torch.zeros((), dtype=dtype)
 
 
 def nobody_used(summed: Tensor) -> bool:
