@@ -351,12 +351,15 @@ def test_a_semicolon_silences_the_last_value_as_in_ipython(ranks, code):
 
 def test_interrupts_in_quick_succession_leave_a_world_that_works(ranks):
     for pause in (0.0, 0.02, 0.05, 0.1, 0.2):
-        request = ranks.start("%%ranks\nimport time; time.sleep(100)")
-        time.sleep(0.5)
-        for _ in range(3):
-            ranks.manager.interrupt_kernel()
-            time.sleep(pause)
-        cell = ranks.finish(request)
+        interrupts = [pause] * 3
+
+        def interrupt_once_all_have_begun(cell, interrupts=interrupts):
+            while interrupts and cell.text.count("begun") == 4:
+                ranks.manager.interrupt_kernel()
+                time.sleep(interrupts.pop())
+
+        code = "%%ranks\nimport time; print('begun'); time.sleep(100)"
+        cell = ranks.run(code, on_message=interrupt_once_all_have_begun)
         assert cell.ename == "KeyboardInterrupt" and "lecture_lib" not in cell.error
         time.sleep(0.3)  # an interrupt that came late must not hit the next cell
         assert ranks.run("print(world.run(lambda: 1))").text == "[1, 1, 1, 1]\n"
