@@ -132,6 +132,21 @@ def test_what_ddp_fsdp_dtensor_and_functional_collectives_do_is_seen(world):
         assert by_name(of_functional) == [("all_reduce", 8, 48)]
 
 
+def test_what_dtensor_does_inside_an_operator_is_seen(world):
+    """A sum that is pending must be made before a relu: nobody wrote that all-reduce."""
+
+    def pending_sum():
+        from torch.distributed.tensor import DTensor, Partial, init_device_mesh
+
+        mesh = init_device_mesh("cpu", (4,))
+        x = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+        with ledger() as led:
+            y = x.relu()
+        return [(c.name, c.elements, c.bytes_sent) for c in led.calls], y.full_tensor().tolist()
+
+    assert world.run(pending_sum) == [([("all_reduce", 4, 24)], [4.0] * 4)] * 4
+
+
 def test_what_a_pipeline_schedule_sends_is_seen(world):
     def step():
         from torch.distributed.pipelining import PipelineStage, ScheduleGPipe

@@ -22,6 +22,7 @@ Source: NVIDIA nccl-tests, doc/PERFORMANCE.md, "Bus bandwidth", for the ring's s
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable
 from datetime import timedelta
 from fractions import Fraction
@@ -177,6 +178,8 @@ class Recorder(TorchDispatchMode):
         return False  # else each operator, a collective or not, goes through a wrapper that torch.compile needs
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if types and any(issubclass(kind, _distributed_tensor()) for kind in types):
+            return NotImplemented  # DTensor's turn: the collectives that it finds necessary come here one by one
         operator = _OPERATORS.get(func)
         if operator is None or _paused.get():
             result = func(*args, **kwargs) if kwargs else func(*args)
@@ -221,6 +224,13 @@ class Recorder(TorchDispatchMode):
             splits = args[4] if operator.group == 2 else kwargs.get("input_split_sizes", args[2])
             pieces = _elements_of_pieces(tensors[0], splits)
         return _call(operator, ranks, me, tensors, peer, pieces)
+
+
+@functools.cache
+def _distributed_tensor() -> type:
+    from torch.distributed.tensor import DTensor  # late: it takes a while to load, and most runs have none
+
+    return DTensor
 
 
 @contextlib.contextmanager
