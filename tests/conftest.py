@@ -1,9 +1,12 @@
 import sys
 
 import cloudpickle
+import comparing
 import pytest
 
 from lecture_lib import World
+
+cloudpickle.register_pickle_by_value(comparing)  # the ranks do not find tests/
 
 
 @pytest.fixture(scope="module")
@@ -12,3 +15,13 @@ def world(request):
     cloudpickle.register_pickle_by_value(sys.modules[request.module.__name__])
     with World(4, timeout=20) as world:
         yield world
+
+
+@pytest.fixture(scope="module")
+def worlds(request):
+    """Worlds of one to four ranks, by their size."""
+    cloudpickle.register_pickle_by_value(sys.modules[request.module.__name__])
+    worlds = {n: World(n, timeout=20, threads=1) for n in (1, 2, 3, 4)}
+    yield worlds
+    for world in worlds.values():
+        world.close()

@@ -2,33 +2,22 @@
 
 import copy
 import gc
-import sys
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from comparing import error_of, gradients, relative, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lecture_lib import World
 from lecture_lib.parallel.data import DataParallel, _shares, average_gradients, fill_buckets, sharded_batches
 from lecture_lib.parallel.model import Transformer, deep_mlp
 from lecture_lib.trace import ledger, region, timeline
 
 SIZES = (1, 2, 3, 4)
 WIDTH, SAMPLES, BATCH = 8, 22, 12  # an epoch is a batch of 12, which 1 to 4 ranks share equally, and a last one of 10
-
-
-@pytest.fixture(scope="module")
-def worlds():
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    worlds = {n: World(n, timeout=20, threads=1) for n in SIZES}
-    yield worlds
-    for world in worlds.values():
-        world.close()
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -122,26 +111,6 @@ def sum_of_losses(module, x, y):
     if isinstance(getattr(module, "module", module), Characters):
         return F.cross_entropy(output.flatten(0, 1), y.abs().long().flatten(), reduction="sum") / WIDTH
     return (output - y).square().mean(-1).sum()
-
-
-def relative(ours: dict, theirs: dict) -> float:
-    """The largest difference between two sets of tensors, over the largest value of the tensor that it is in."""
-    assert ours.keys() == theirs.keys()
-    worst = 0.0
-    for name, b in theirs.items():
-        a = ours[name]
-        assert (a is None) == (b is None), f"{name}: {a} and {b}"
-        if b is not None and b.numel():
-            worst = max(worst, ((a - b).abs().max() / b.abs().max().clamp(min=1e-30)).item())
-    return worst
-
-
-def gradients(module):
-    return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
-
-
-def weights(module):
-    return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
 # ---- against one process ---------------------------------------------------------------------------------------------
@@ -478,13 +447,6 @@ def test_groups_of_two(worlds):
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
-
-
-def error_of(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def wrapped(kind):

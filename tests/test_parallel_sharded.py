@@ -1,61 +1,30 @@
 """ZeRO 1 to 3 against one process, against fully_shard, and against the formulas for bytes and memory."""
 
 import copy
-import sys
 from dataclasses import dataclass
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from comparing import error_of, relative, weights
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from lecture_lib import World
 from lecture_lib.parallel.data import DataParallel
 from lecture_lib.parallel.model import Transformer, deep_mlp, next_token_loss
 from lecture_lib.parallel.sharded import FullyShardedDataParallel, ShardedOptimizer
+from lecture_lib.parallel.tensor import gather_full_state_dict, tensor_parallel
 from lecture_lib.trace import ledger, memory
 
 SIZES = (1, 2, 3, 4)
 WIDTH, ROWS = 8, 12  # 1 to 4 ranks share 12 rows equally
 
 
-@pytest.fixture(scope="module")
-def worlds():
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    worlds = {n: World(n, timeout=20, threads=1) for n in SIZES}
-    yield worlds
-    for world in worlds.values():
-        world.close()
-
-
 def batch(rows=ROWS):
     generator = torch.Generator().manual_seed(7)
     return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
-
-
-def relative(ours: dict, theirs: dict) -> float:
-    """The largest difference between two sets of tensors, over the largest value of the tensor that it is in."""
-    assert ours.keys() == theirs.keys()
-    worst = 0.0
-    for name, b in theirs.items():
-        assert ours[name].shape == b.shape, name
-        if b.numel():
-            worst = max(worst, ((ours[name] - b).abs().max() / b.abs().max().clamp(min=1e-30)).item())
-    return worst
-
-
-def weights(module):
-    return {name: p.detach().clone() for name, p in module.named_parameters(remove_duplicate=False)}
-
-
-def error_of(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
 
 
 # ---- ZeRO-1 ----------------------------------------------------------------------------------------------------------
@@ -1137,6 +1106,33 @@ def test_groups_of_two(worlds):
         return max(off), flat_state(ours.state_dict())["param_groups"][0]["lr"]
 
     assert all(off <= 1e-5 for off, _ in worlds[4].run(step))
+
+
+def test_slices_are_not_overwritten(worlds):
+    """What is split over some ranks can be wrapped across them, not over them, who hold different values."""
+
+    def step(wrapper):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mine, across = mesh["tp"].get_group(), mesh["dp"].get_group()
+        torch.manual_seed(0)
+        whole = deep_mlp(4, 2)
+        split = tensor_parallel(copy.deepcopy(whole), mine)
+        before = weights(split)
+        errors = [error_of(wrapper, nn.Sequential(split), group=group) for group in (mine, None)]
+        same = relative(weights(split), before) == 0 and relative(gather_full_state_dict(split), weights(whole)) == 0
+        loss_of(model := wrapper(split, group=across), torch.ones(1, 4), torch.zeros(1, 4)).backward()
+        model.finish_gradient_synchronization()
+        return errors, same
+
+    for wrapper in (DataParallel, FullyShardedDataParallel):
+        outs = worlds[4].run(step, wrapper)
+        assert all(same for _, same in outs)
+        for rank, ((over, everyone), _) in enumerate(outs):
+            both = "0, 1" if rank < 2 else "2, 3"
+            assert (
+                f"{wrapper.__name__}: rank {both[0]} brought 0.0, of which ranks {both} hold different slices" in over
+            )
+            assert "rank 0 brought 0.0, of which ranks 0, 1 hold different slices; give a group of ranks" in everyone
 
 
 def test_modules_are_let_go(worlds):

@@ -4,7 +4,7 @@ Read in this order:
 
     model.py     the two models that are trained: a deep MLP and a small transformer
     data.py      the batch is split, the gradients travel
-    sharded.py   and no rank holds everything: ZeRO 1, 2 and 3
+    sharded/     and no rank holds everything: ZeRO 1, 2 and 3
     tensor/      every matrix is split, the activations travel
     pipeline/    the layers are split, micro-batches travel
 

@@ -60,6 +60,21 @@ def several_devices(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     return None
 
 
+def split_among(module: nn.Module, group: dist.ProcessGroup | None = None) -> str | None:
+    """The problem, for ``agree``, if ranks of this group hold different slices of a part of the module: they cannot all
+    take the first rank's parameters, nor average their gradients."""
+    ranks = set(dist.get_process_group_ranks(group or dist.group.WORLD))
+    for name, part in module.named_modules():
+        if hasattr(part, "sharded") and hasattr(part, "group"):  # one of ours that is split over part.group
+            both = sorted(ranks & set(dist.get_process_group_ranks(part.group or dist.group.WORLD)))
+            if len(both) > 1:
+                return (
+                    f"brought {name or 'a layer'}, of which ranks {', '.join(map(str, both))} hold different slices; "
+                    "give a group of ranks that hold the same slices, such as the data-parallel axis of a mesh."
+                )
+    return None
+
+
 @torch.no_grad()
 def broadcast_from_first(tensors: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Every rank gets the values of the group's first rank, in place; one broadcast for each dtype."""

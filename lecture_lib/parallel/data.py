@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
-from lecture_lib.parallel.agree import agree, broadcast_from_first, facts_of, several_devices, unchanged
+from lecture_lib.parallel.agree import agree, broadcast_from_first, facts_of, several_devices, split_among, unchanged
 
 
 def average_gradients(module: nn.Module, group: ProcessGroup | None = None) -> None:
@@ -180,14 +180,15 @@ class DataParallel(nn.Module):
     Sends, in a step, 2 (n-1)/n bytes for each byte of gradient; with a sharded optimizer (n-1)/n, on average over the
     ranks. The averaged .grad are views of the buckets: the next step overwrites them.
 
-    Raises ValueError at construction, the same on every rank, if ranks bring different modules or one has parameters on
-    several devices; RuntimeError in forward() if the module's parameters have changed since.
+    Raises ValueError at construction, the same on every rank, if ranks bring different modules, different slices of one
+    that is split over these ranks, or one with parameters on several devices; RuntimeError in forward() if the module's
+    parameters have changed since.
     """
 
     def __init__(self, module: nn.Module, bucket_mb: float = 25.0, *, group=None, sharded_optimizer=None):
         super().__init__()
         self.module, self.group = module, group
-        problem = several_devices([*module.named_parameters(), *module.named_buffers()])
+        problem = several_devices([*module.named_parameters(), *module.named_buffers()]) or split_among(module, group)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         owner_of = sharded_optimizer.owner_of if sharded_optimizer else lambda _: None
         if sharded_optimizer and any(owner_of(parameter) is None for parameter in trained):
