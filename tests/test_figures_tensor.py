@@ -2,7 +2,8 @@
 
 import pytest
 
-from lecture_lib.figures.tensor_scaling import ALPHA_LINK, MFU, RANKS, TensorScalingExplorer, draw, step
+from lecture_lib.figures.tensor_scaling import RANKS, TensorScalingExplorer, draw, step
+from lecture_lib.figures.travel import ALPHA_LINK, MFU
 from lecture_lib.hardware import get
 from tests.test_figures import check_that_no_text_touches
 

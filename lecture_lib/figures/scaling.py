@@ -4,16 +4,12 @@ from typing import NamedTuple
 
 import ipywidgets as widgets
 
-from lecture_lib.collectives.cost import Fit
 from lecture_lib.hardware import get
 
 from .axes import time_words
 from .palette import FAINT, INK, PALETTE
 from .svg import Figure, box, figure, label, line
-
-MFU = 0.4  # share of the peak that a good training run computes with
-BYTES = 2  # of a bf16 gradient
-ALPHA = 10e-6  # seconds for a message between GPUs, however short
+from .travel import BYTES, MFU, all_reduce_seconds
 
 
 class Step(NamedTuple):
@@ -36,14 +32,10 @@ class Step(NamedTuple):
 
 
 def step(parameters: float, tokens: int, gpus: int, gpu: str = "H100") -> Step:
-    """``tokens``: of one GPU in one step. 2 FLOPs for each parameter and token forward, 4 backward; an all-reduce
-    within each node and then across nodes, each GPU with a network card of its own."""
-    chip, nbytes = get(gpu), BYTES * parameters
-    flops = MFU * chip.bf16
-    inside = min(gpus, chip.domain)
-    across = gpus // inside
-    travel = Fit(ALPHA, 1 / chip.link_bandwidth).seconds("ring_all_reduce", inside, nbytes)
-    travel += Fit(ALPHA, 1 / chip.nic_bandwidth).seconds("ring_all_reduce", across, nbytes / inside)
+    """``tokens``: of one GPU in one step. 2 FLOPs for each parameter and token forward, 4 backward; one
+    all-reduce of the bf16 gradients."""
+    flops = MFU * get(gpu).bf16
+    travel = all_reduce_seconds(gpu, gpus, BYTES * parameters)
     return Step(2 * parameters * tokens / flops, 4 * parameters * tokens / flops, travel)
 
 

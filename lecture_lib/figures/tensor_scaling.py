@@ -2,17 +2,13 @@
 
 import ipywidgets as widgets
 
-from lecture_lib.collectives.cost import Fit
 from lecture_lib.hardware import get
 
 from .axes import time_words
 from .palette import FAINT, PALETTE
-from .scaling import MFU
 from .svg import Figure, box, figure, label
+from .travel import BYTES, MFU, all_reduce_seconds
 
-BYTES = 2  # of a bf16 activation
-# Seconds for a step of a ring, however short the message: NCCL's own model, src/graph/tuning.cc, protocol "Simple".
-ALPHA_LINK, ALPHA_NETWORK = 3.4e-6, 14e-6
 RANKS = (1, 2, 4, 8, 16, 32)
 
 
@@ -21,13 +17,10 @@ def step(tokens: int, hidden: int, ranks: int, gpu: str = "H100") -> tuple[float
 
     A layer has 12 hidden² parameters: 4 hidden² in attention, 8 hidden² in an MLP four times as wide. 6 FLOPs for each
     of them and each token (attention scores not counted), shared by the ranks. Four all-reduces of tokens x hidden
-    numbers, which nothing hides: within each node, then across nodes, each GPU with a network card of its own.
+    numbers, which nothing hides.
     """
-    chip, nbytes = get(gpu), BYTES * tokens * hidden
-    inside = min(ranks, chip.domain)
-    travel = Fit(ALPHA_LINK, 1 / chip.link_bandwidth).seconds("ring_all_reduce", inside, nbytes)
-    travel += Fit(ALPHA_NETWORK, 1 / chip.nic_bandwidth).seconds("ring_all_reduce", ranks // inside, nbytes / inside)
-    return 6 * 12 * hidden**2 * tokens / ranks / (MFU * chip.bf16), 4 * travel
+    travel = all_reduce_seconds(gpu, ranks, BYTES * tokens * hidden)
+    return 6 * 12 * hidden**2 * tokens / ranks / (MFU * get(gpu).bf16), 4 * travel
 
 
 def draw(tokens: int, hidden: int, gpu: str) -> Figure:
