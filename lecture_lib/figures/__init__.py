@@ -18,6 +18,7 @@ from .fusion import fusion
 from .ladder import ladder
 from .palette import PALETTE, rank_color
 from .roofline import of_a_layer, roofline
+from .sharding import moves, placements, placements_2d
 from .steps import ladders
 from .svg import Figure
 from .tensor_parallel import column_then_row, f_and_g, heads, matmul_splits, sequence_parallel
@@ -63,6 +64,9 @@ FIGURES: dict[str, Callable[[str], Figure]] = {
     "f_and_g": f_and_g,
     "heads": heads,
     "sequence_parallel": sequence_parallel,
+    "placements": placements,
+    "placements_2d": placements_2d,
+    "moves": moves,
     "batch_send_recv": lambda name: exchange(name, "Batched send and receive", c.everyone(), c.batch_send_recv),
 }
 
