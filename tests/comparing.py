@@ -1,19 +1,31 @@
 """How tests of parallel models compare what ranks have with what one process has."""
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference, over the largest value."""
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, f"{ours.shape} and {theirs.shape}"
+    return ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)).item() if theirs.numel() else 0.0
 
 
 def relative(ours: dict, theirs: dict) -> float:
     """The largest difference between two sets of tensors, over the largest value of the tensor that it is in."""
     assert ours.keys() == theirs.keys()
-    worst = 0.0
-    for name, b in theirs.items():
-        a = ours[name]
-        assert (a is None) == (b is None), f"{name}: {a} and {b}"
-        assert b is None or a.shape == b.shape, f"{name}: {a.shape} and {b.shape}"
-        if b is not None and b.numel():
-            worst = max(worst, ((a - b).abs().max() / b.abs().max().clamp(min=1e-30)).item())
-    return worst
+    missing = [name for name in ours if (ours[name] is None) != (theirs[name] is None)]
+    assert not missing, f"{missing} on one side only"
+    return max((difference(ours[name], b) for name, b in theirs.items() if b is not None), default=0.0)
+
+
+def seeded(seed: int, make):
+    torch.manual_seed(seed)
+    return make()
+
+
+def counts(led) -> dict:
+    """{operation: (calls, bytes)}"""
+    return {name: (calls, sent) for name, (calls, _, sent) in led.totals().items()}
 
 
 def weights(module: nn.Module) -> dict:

@@ -25,3 +25,11 @@ def worlds(request):
     yield worlds
     for world in worlds.values():
         world.close()
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+def sized(request):
+    """A world of each size from 1 to 4."""
+    cloudpickle.register_pickle_by_value(sys.modules[request.module.__name__])
+    with World(request.param, timeout=60, threads=1) as world:
+        yield world

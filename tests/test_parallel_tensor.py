@@ -2,16 +2,14 @@
 
 import copy
 import functools
-import sys
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from comparing import counts, difference, relative, seeded
 from torch import nn
 
-from lecture_lib import World
 from lecture_lib.parallel.model import Attention, SwiGLU, Transformer, deep_mlp, next_token_loss
 from lecture_lib.parallel.tensor import (
     ColumnParallelLinear,
@@ -38,39 +36,10 @@ from lecture_lib.trace import ledger
 CLOSE = 1e-5  # largest difference over largest value, float32
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
-def sized(request):
-    """A world of each size from 1 to 4."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    with World(request.param, timeout=30, threads=1) as world:
-        yield world
-
-
-def difference(ours, theirs):
-    """Largest difference over the largest value."""
-    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, (ours.shape, theirs.shape, ours.dtype)
-    return ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)).item()
-
-
-def worst(ours: dict, theirs: dict):
-    assert list(ours) == list(theirs)
-    return max(difference(ours[name], theirs[name]) for name in theirs)
-
-
 def gradients(module):
     """By every name that a parameter has, as in a state_dict."""
     tensors = module.state_dict(keep_vars=True).items()
     return {name: tensor.grad for name, tensor in tensors if tensor.grad is not None}
-
-
-def counts(led):
-    """{operation: (calls, bytes)}"""
-    return {name: (calls, sent) for name, (calls, _, sent) in led.totals().items()}
-
-
-def seeded(seed, make):
-    torch.manual_seed(seed)
-    return make()
 
 
 WITH_A_DIMENSION = (split_to_group, gather_from_group, gather_to_group, reduce_scatter_from_group)
@@ -220,8 +189,8 @@ def check_linears(bias):
         pairs += [(a.grad, x.grad if split_in is None else own(x.grad, split_in))]
         ours, theirs = gather_full_gradients(layer), gradients(full)
         found[name] = max(
-            worst(gather_full_state_dict(layer), full.state_dict()),
-            worst(ours, theirs),
+            relative(gather_full_state_dict(layer), full.state_dict()),
+            relative(ours, theirs),
             *(difference(*pair) for pair in pairs),
         )
     return found
@@ -340,8 +309,8 @@ def check_mlp(layers, split):
     losses = difference(five_steps(ours, mlp_step), five_steps(one, mlp_step))
     return max(
         losses,
-        worst(gather_full_gradients(ours), gradients(one)),
-        worst(gather_full_state_dict(ours), one.state_dict()),
+        relative(gather_full_gradients(ours), gradients(one)),
+        relative(gather_full_state_dict(ours), one.state_dict()),
     )
 
 
@@ -428,7 +397,7 @@ def check_transformer(sequence_parallel, **options):
     losses = difference(five_steps(ours, our_loss), five_steps(one, one_loss))
     state = gather_full_state_dict(ours)
     seeded(1, lambda: Transformer(**SIZES | options)).load_state_dict(state)
-    return max(losses, worst(gather_full_gradients(ours), gradients(one)), worst(state, one.state_dict()))
+    return max(losses, relative(gather_full_gradients(ours), gradients(one)), relative(state, one.state_dict()))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -520,7 +489,7 @@ def test_autocast_computes_and_moves_bfloat16(world):
         sixteen = sum(call.dtype == "bfloat16" for call in led.calls)
         assert logits.dtype == torch.bfloat16 and loss.dtype == torch.float32
         assert {p.grad.dtype for p in ours.parameters()} == {torch.float32}
-        return sixteen, difference(loss, theirs), worst(gather_full_gradients(ours), gradients(one))
+        return sixteen, difference(loss, theirs), relative(gather_full_gradients(ours), gradients(one))
 
     for sixteen, loss, grads in world.run(step, False):
         assert sixteen == 2 * SIZES["layers"] and loss < 1e-3 and grads < 0.05  # bfloat16 has 8 bits
@@ -542,7 +511,11 @@ def test_parts_of_the_transformer_alone(world):
             y.sin().sum().backward()
             with ledger() as led:
                 z.sin().sum().backward()
-            found += [difference(z, y), difference(b.grad, a.grad), worst(gather_full_gradients(ours), gradients(one))]
+            found += [
+                difference(z, y),
+                difference(b.grad, a.grad),
+                relative(gather_full_gradients(ours), gradients(one)),
+            ]
             assert sum(call.elements == x.numel() for call in led.calls) == 1  # one move for query, key and value
         return max(found)
 
@@ -565,7 +538,7 @@ def check_embedding():
             y = ours(tokens)
             y.backward(grad if dim is None else grad.chunk(n, 1)[rank])
         found.append(difference(y, rows if dim is None else rows.chunk(n, 1)[rank]))
-        found.append(worst(gather_full_gradients(ours), gradients(one)))
+        found.append(relative(gather_full_gradients(ours), gradients(one)))
         part = (n - 1) * S // n
         names = ("all_reduce",) if dim is None else ("reduce_scatter_single", "all_gather_single")
         assert counts(led) == (dict.fromkeys(names, (1, part * (2 if dim is None else 1))) if n > 1 else {})
@@ -647,8 +620,8 @@ def test_two_groups_of_two_work_side_by_side(world):
             with ledger() as led:
                 loss = parallel_cross_entropy(ours(tokens), targets, group)
                 loss.backward()
-            found += [difference(loss, theirs), worst(gather_full_gradients(ours), gradients(one))]
-            found.append(worst(gather_full_state_dict(ours), one.state_dict()))
+            found += [difference(loss, theirs), relative(gather_full_gradients(ours), gradients(one))]
+            found.append(relative(gather_full_state_dict(ours), one.state_dict()))
             assert {call.group for call in led.calls} == {tuple(dist.get_process_group_ranks(group))}
         mlp = seeded(0, lambda: deep_mlp(8, 4))
         x = seeded(replica, lambda: torch.randn(3, 8))
