@@ -4,9 +4,11 @@ import itertools
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -16,6 +18,9 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from lecture_lib.collectives.cost import cost
+from lecture_lib.hardware import specs
+from lecture_lib.parallel.pipeline.schedules import gpipe, interleaved, one_f_one_b
+from lecture_lib.parallel.pipeline.simulate import Cost, simulate
 from lecture_lib.planner import (
     PRESETS,
     Cluster,
@@ -190,11 +195,14 @@ def jobs(draw, one_gpu=False):
         axes = sizes | dict(pp=draw(st.sampled_from(pps)), ep=ep)
     gpus = math.prod(n for axis, n in axes.items() if axis != "ep")
     micro_batch, several = draw(st.sampled_from((1, 4))), draw(st.sampled_from((1, 8)))
+    zero, ranks = draw(st.integers(0, 3)), axes["dp"] * axes.get("cp", 1)
+    groups = [n for n in (2, 8, 64) if ranks % n == 0] if zero and axes.get("ep", 1) == 1 else []
     layout = Layout(
         **axes,
         micro_batch=micro_batch,
         global_batch=axes["dp"] * micro_batch * several,
-        zero_stage=draw(st.integers(0, 3)),
+        zero_stage=zero,
+        shard=draw(st.sampled_from([None, *groups])),
         recompute=draw(st.sampled_from(("none", "selective", "full"))),
         precision=draw(st.sampled_from(("bf16", "fp16") if gpu.startswith("A100") else ("bf16", "fp8"))),
         overlap=draw(st.booleans()),
@@ -254,7 +262,7 @@ def test_doubling_all_batches_doubles_the_work_and_at_most_the_time(job):
 @settings(deadline=None, max_examples=50)
 def test_more_sharding_and_more_recomputation_never_need_more_memory(job):
     m, cluster, layout = job
-    layout = layout.with_(attention="flash2")
+    layout = layout.with_(attention="flash2", shard=None)
     zero = [estimate(m, cluster, layout.with_(zero_stage=z)).memory_gib for z in range(4)]
     assert zero[:3] == sorted(zero[:3], reverse=True)
     assert zero[3] == zero[1] if layout.pp > 1 else zero[3] <= zero[2]
@@ -271,6 +279,117 @@ def test_overlap_is_never_slower(job):
     m, cluster, layout = job
     beside, after = (estimate(m, cluster, layout.with_(overlap=overlap)).step_seconds for overlap in (True, False))
     assert beside <= after
+
+
+PUBLIC = [  # shapes of the sources' tables, and some between and beyond them
+    (layers, hidden, heads, seq, gpus)
+    for layers, hidden, heads in ((12, 768, 12), (24, 2048, 16), (32, 4096, 32), (48, 7168, 56), (80, 8192, 64))
+    for seq in (512, 2048, 8192, 65536)
+    for gpus in (8, 64, 512)
+]
+
+
+@pytest.mark.parametrize("gpu", ["A100-40GB", "A100-80GB", "H100-80GB", "H100-96GB-500W", "H200"])
+def test_whatever_a_table_may_hold_gives_a_plausible_speed(gpu):
+    for precision in ("bf16", "fp8")[: 1 if gpu.startswith("A100") else 2]:
+        for layers, hidden, heads, seq, gpus in PUBLIC:
+            for recompute in ("none", "full"):
+                m = Transformer(layers, hidden, heads, vocab=50368, seq=seq)
+                b = max(1, 16384 // seq)  # such tables are of micro-batches that keep a GPU busy
+                layout = Layout(micro_batch=b, global_batch=2 * b * gpus, zero_stage=3, recompute=recompute)
+                e = estimate(m, Cluster(gpu, gpus), layout.with_(precision=precision))
+                assert 0.05 < e.mfu < 0.75, (m, gpus, precision, recompute)
+
+
+LONGER = {  # what is changed, from where, in small steps
+    "seq": [1024 + 64 * i for i in range(60)],
+    "micro_batch": list(range(1, 40)),
+    "layers": list(range(8, 60)),
+    "ffn_hidden": [4096 + 512 * i for i in range(40)],
+    "vocab": [8192 + 4096 * i for i in range(40)],
+}
+
+
+@pytest.mark.parametrize("what", LONGER)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(zero_stage=3), Layout(zero_stage=1), Layout(tp=4, zero_stage=1), Layout(cp=2, zero_stage=3)],
+    ids=("ZeRO 3", "ZeRO 1", "tp", "cp"),
+)
+def test_more_work_takes_longer_and_without_jumps(what, layout):
+    """Steps in proportion to the change: between once (what does not grow) and its square (attention)."""
+    found = []
+    for value in LONGER[what]:
+        m = Transformer(32, 4096, 32, 8, 14336, gated=True, vocab=32000, seq=4096)
+        m = m.with_(**{what: value}) if what != "micro_batch" else m
+        b = value if what == "micro_batch" else 2
+        e = estimate(m, Cluster("H100", 64), layout.with_(micro_batch=b, global_batch=64 * b, recompute="full"))
+        found.append((value, e.step_seconds * e.tokens_per_step / (64 * b * m.seq), e.memory_gib))
+    for (x, seconds, gib), (larger, more_seconds, more_gib) in itertools.pairwise(found):
+        power = 2 if what == "seq" else 1
+        assert seconds <= more_seconds <= seconds * (larger / x) ** power * (1 + 1e-9), (what, larger)
+        assert gib <= more_gib <= gib * (larger / x) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("shard", [None, 8])
+def test_more_nodes_with_the_same_for_each_gpu_are_never_faster(shard):
+    m = preset("llama3-8b")
+    seconds = []
+    for gpus in (64, 128, 256, 512, 1024, 4096, 16384, 131072):
+        layout = Layout(micro_batch=1, global_batch=gpus, zero_stage=3, recompute="selective", shard=shard)
+        seconds.append(estimate(m, Cluster("H100", gpus), layout).step_seconds)
+    assert seconds == sorted(seconds)
+    assert all(b < 1.6 * a for a, b in itertools.pairwise(seconds[:6]))
+
+
+# ---- hybrid sharding -------------------------------------------------------------------------------------------------
+
+
+@given(jobs())
+@settings(deadline=None, max_examples=50)
+def test_one_group_of_shards_is_plain_zero(job):
+    m, cluster, layout = job
+    if layout.zero_stage and layout.ep == 1:
+        plain, one = (estimate(m, cluster, layout.with_(shard=n)) for n in (None, layout.dp * layout.cp))
+        assert plain.seconds == one.seconds and plain.bytes == one.bytes
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_larger_groups_of_shards_never_need_more_memory(zero):
+    m, cluster = preset("llama3-8b"), Cluster("H100", 512)
+    layouts = [Layout(micro_batch=1, global_batch=512, zero_stage=zero, shard=n) for n in (1, 8, 64, 512)]
+    gib = [estimate(m, cluster, layout).memory_gib for layout in layouts]
+    assert gib == sorted(gib, reverse=True)
+    held = m.parameters - m.hidden
+    e = estimate(m, cluster, layouts[1])
+    sharded = {"master weights": 4, "optimizer": 8} | ({"gradients": 4} if zero > 1 else {})
+    assert {name: e.bytes[name] for name in sharded} == {name: n * held / 8 for name, n in sharded.items()}
+
+
+def test_groups_of_a_node_gather_inside_it_and_sum_across():
+    m, constants = preset("llama3-8b"), calibrated()
+    layout = Layout(micro_batch=1, global_batch=512, zero_stage=3, shard=8, overlap=False)
+    cluster = Cluster("H100", 512)
+    e = estimate(m, cluster, layout)
+    layer, end = m.layer_parameters, m.vocab * m.hidden
+    inside = 3 * m.layers * gather_seconds(cluster, constants, 8, 1, 2 * layer)
+    inside += 3 * gather_seconds(cluster, constants, 8, 1, 2 * end)
+    across = 2 * gather_seconds(cluster, constants, 64, 8, 2 * (m.layers * layer + end) / 8)
+    assert e.seconds["data parallel"] == pytest.approx(inside + across)
+    # Only what is summed leaves a node: with a slower network the gathers take as long as before.
+    slow = estimate(m, replace(cluster, internode_gbps_per_gpu=100), layout).seconds["data parallel"]
+    assert inside < slow and slow - inside == pytest.approx(4 * across, rel=0.1)
+
+
+def test_hybrid_sharding_pays_where_rings_are_long():
+    m = preset("llama3-8b")
+    layout = Layout(micro_batch=1, zero_stage=3, recompute="selective")
+    for gpus, better in ((64, False), (4096, True)):
+        whole, groups = (
+            estimate(m, Cluster("H100", gpus), layout.with_(global_batch=gpus, shard=n)).step_seconds for n in (None, 8)
+        )
+        assert (groups < whole) == better
+    assert "ZeRO 3 in groups of 8" in layout.with_(shard=8).axes()
 
 
 @pytest.mark.parametrize("n, per_node", [(8, 8), (16, 8), (64, 8), (32, 4)])
@@ -294,6 +413,21 @@ def test_an_all_to_all_sends_each_rank_its_part_over_the_link_that_leads_there()
     inside, across = 7e9 / cluster.link / constants["link"], 8e9 / cluster.network / constants["network"]
     assert there == pytest.approx(inside + across)
     assert cost("pairwise_all_to_all", 16).share == 15 / 16
+
+
+@pytest.mark.parametrize("p", range(2, 9))
+def test_the_bubble_is_that_of_the_schedules_of_the_pipeline_chapter(p):
+    for m in (*range(1, 18), 24, 32, 63, 64):
+        for table in (gpipe(p, m), one_f_one_b(p, m)):
+            assert float(simulate(table).bubble_over_work) == pytest.approx(bubble(p, 1, m), rel=1e-12)
+        for v in (2, 3, 4, 8):
+            run = simulate(interleaved(p, m, v), Cost(F=1, I=2, W=1))
+            exact = Fraction(p - 1 + (v - 1) * max(0, p - m), v * m)
+            assert bubble(p, v, m) == pytest.approx(float(exact), rel=1e-12)
+            if m <= p or m % p == 0:
+                assert run.bubble_over_work == exact
+            else:  # the paper asks for whole rounds of p; others can take longer
+                assert exact <= run.bubble_over_work <= exact * Fraction(3, 2)
 
 
 def test_bubble_is_the_formula_of_the_papers():
@@ -421,6 +555,19 @@ def test_plans_are_sorted_fit_and_account_for_all_that_was_tried(plans):
     assert plans.rank(tp=7) is None and plans.table(3).count("\n") == 4
 
 
+def test_reasons_are_grouped_by_all_but_their_numbers(plans):
+    reasons = plans.reasons()
+    assert sum(reason.times for reason in reasons) == len(plans.rejected)
+    assert [r.times for r in reasons] == sorted((r.times for r in reasons), reverse=True)
+    kinds = {reason.kind: reason for reason in reasons}
+    assert len(kinds) == len(reasons)
+    why = kinds["it needs N GiB of N, most of it for activations."]
+    assert why.example in {said for _, said in plans.rejected} and re.fullmatch(
+        r"it needs \d+\.\d GiB of 80, most of it for activations\.", why.example
+    )
+    assert why.times == sum("for activations" in said for _, said in plans.rejected)
+
+
 def test_pareto_front_is_what_nothing_beats(plans):
     front = plans.pareto()
     assert plans[0].step_seconds == front[-1].step_seconds
@@ -546,7 +693,16 @@ def planned(model=None, cluster=None, **layout):
         (dict(model=dict(kv_heads=5)), "heads must be a multiple of kv_heads, and 32 is none of 5."),
         (dict(model=dict(experts=2, active_experts=3)), "a token cannot visit 3 experts of 2."),
         (dict(cluster=dict(gpu="V100")), "no figures for 'V100'; known are A100, H100"),
-        (dict(cluster=dict(gpu="H100-40GB")), "no figures for a H100 with 40 GB; known are H100-80GB, H100-96GB."),
+        (
+            dict(cluster=dict(gpu="H100-40GB")),
+            "no figures for a H100 with 40 GB; known are H100-80GB, H100-94GB, H100-96GB.",
+        ),
+        (dict(cluster=dict(gpu="h100_pcie_80gb")), "'h100_pcie_80gb' is another version than the one listed"),
+        (
+            dict(cluster=dict(gpu=None)),
+            "no figures for None; known are A100, H100, H200, B200, GB200, MI300X, TPU v5p.",
+        ),
+        (dict(cluster=dict(gpu="TPU v5p 300W")), "no power limit of a TPU v5p is published"),
         (dict(cluster=dict(gpu="H100-900W")), "a H100 cannot be limited to 900 W: its own limit is 700 W."),
         (dict(cluster=dict(gpus=12)), "12 GPUs do not fill nodes of 8"),
         (dict(cluster=dict(gpus=0)), "gpus must be a whole number of at least 1, and is 0."),
@@ -566,6 +722,12 @@ def planned(model=None, cluster=None, **layout):
         (
             dict(micro_batch=3, global_batch=64),
             "global_batch must be a multiple of dp x micro_batch = 8 x 3, and 64 is none",
+        ),
+        (dict(dp=4, cp=2, shard=3, zero_stage=3), "dp x cp must be a multiple of shard, and 4 x 2 is none of 3."),
+        (dict(shard=4), "shard 4 has no meaning here: zero_stage 0 shards nothing."),
+        (
+            dict(model=dict(experts=8), ep=8, shard=4, zero_stage=3),
+            "shard 4 has no meaning here: experts are sharded over all of dp.",
         ),
         (dict(zero_stage=4), "zero_stage must be 0, 1, 2 or 3, and is 4."),
         (dict(recompute="some"), "recompute must be one of none, selective, full; got 'some'."),
@@ -613,7 +775,18 @@ def test_cells_of_a_table_may_be_strings_floats_and_empty():
     "name, gib, bandwidth, watts",
     [
         ("A100-40GB", 40, 1.555e12, 400),
+        ("a100_40gb", 40, 1.555e12, 400),
+        ("A100 40", 40, 1.555e12, 400),
+        ("A100-80", 80, 2.039e12, 400),
         ("NVIDIA A100-SXM4-80GB", 80, 2.039e12, 400),
+        ("NVIDIA A100-SXM4-40GB", 40, 1.555e12, 400),
+        ("H100-SXM", 80, 3.35e12, 700),
+        ("h100 80gb", 80, 3.35e12, 700),
+        ("NVIDIA H100 80GB HBM3", 80, 3.35e12, 700),
+        ("H100 (96 GiB, 500 watts)", 96, 2.4e12, 500),
+        ("H100-94GB", 94, 2.4e12, 700),
+        ("H200-141GB", 141, 4.8e12, 700),
+        ("DGX B200", 180, 7.7e12, 1000),
         ("h100", 80, 3.35e12, 700),
         ("H100-80GB", 80, 3.35e12, 700),
         ("H100-96GB-500W", 96, 2.4e12, 500),
@@ -624,6 +797,14 @@ def test_cells_of_a_table_may_be_strings_floats_and_empty():
 def test_gpus_by_the_names_that_people_write(name, gib, bandwidth, watts):
     gpu = accelerator(name)
     assert (gpu.memory_bytes / 2**30, gpu.memory_bandwidth, gpu.power_watts) == (gib, bandwidth, watts)
+
+
+def test_other_memories_have_a_source_and_are_no_second_figure_for_a_chip():
+    for memory in specs.MEMORIES:
+        assert memory.source and memory.gigabytes * specs.GIB != specs.get(memory.accelerator).memory_bytes
+        found = accelerator(f"{memory.accelerator}-{memory.gigabytes}GB")
+        assert (found.memory_bytes, found.memory_bandwidth) == (memory.gigabytes * specs.GIB, memory.bandwidth)
+        assert found.bf16 == specs.get(memory.accelerator).bf16
 
 
 def test_nodes_are_the_makers_unless_said_otherwise():
@@ -650,6 +831,9 @@ def test_the_command_line_searches_and_says_what_is_wrong(capsys):
     assert main("--model llama2-7b --gpus 8 --global-batch 64 --best".split()) == 0
     out = capsys.readouterr().out
     assert "layouts tried" in out and " 10  " in out
+    assert re.search(r"\d+ x it needs \d+\.\d GiB of 80, most of it for \w+\.", out)
+    assert main("--model llama3-8b --gpus 64 --zero-stage 3 --shard 8".split()) == 0
+    assert "ZeRO 3 in groups of 8" in capsys.readouterr().out
     assert main("--model llama2-7b --gpus 8 --global-batch 64 --best --json".split()) == 0
     assert len(json.loads(capsys.readouterr().out)["best"]) == 10
     assert main("--model llama2-7b --best".split()) == 2

@@ -301,6 +301,31 @@ TPU_V5P = _accelerator(
 
 ACCELERATORS = (A100, H100, H200, B200, GB200, MI300X, TPU_V5P)
 
+
+# ---- the same chip with other memory ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory that an accelerator is also built with. ``gigabytes`` of 2^30 bytes, ``bandwidth`` in bytes/s."""
+
+    accelerator: str
+    gigabytes: int
+    bandwidth: float
+    source: str
+
+
+_TITAN = (
+    "W. Liang et al., TorchTitan, and its benchmarks of December 2024, https://github.com/pytorch/torchtitan/blob/main/"
+    "benchmarks/llama3_h100_202412_torchtitan.md: H100s in SXM with 96 GB of HBM2e that move 2.4 TB/s"
+)
+
+MEMORIES = (
+    Memory("A100", 40, 1.555e12, _A100 + ", the 40 GB version"),
+    Memory("H100", 96, 2.4e12, _TITAN),
+    Memory("H100", 94, 2.4e12, _TITAN + "; its benchmarks before that call the size 94 GB"),
+)
+
 # Versions under the same name whose figures differ from those above.
 _OTHER_VERSIONS = re.compile(r"pcie|nvl(?!72)|40 ?gb|mi300a")
 

@@ -30,6 +30,7 @@ def arguments() -> argparse.ArgumentParser:
     layout = parser.add_argument_group("layout")
     for axis in ("dp", "tp", "pp", "cp", "ep"):
         layout.add_argument(f"--{axis}", default=None if axis == "dp" else "1")
+    layout.add_argument("--shard", help="ranks among which ZeRO shards; groups of so many replicate (HSDP)")
     for name in ("virtual-stages", "micro-batch", "global-batch"):
         layout.add_argument(f"--{name}")
     layout.add_argument("--zero-stage", default="1")
@@ -56,10 +57,10 @@ def main(words: list[str] | None = None) -> int:
                 print(json.dumps({"best": found, "fit": len(plans), "tried": plans.tried}, indent=2))
             else:
                 print(plans.table())
-                for why, times in plans.reasons().most_common(5):
-                    print(f"{times:>6} x {why}")
+                for reason in plans.reasons()[:5]:
+                    print(f"{reason.times:>6} x {reason.example}")
             return 0
-        names = ("dp", "tp", "pp", "cp", "ep", "virtual_stages", "micro_batch", "global_batch")
+        names = ("dp", "tp", "pp", "cp", "ep", "shard", "virtual_stages", "micro_batch", "global_batch")
         names += ("zero_stage", "recompute", "precision", "attention")
         e = estimate(model, cluster, Layout(**{name: getattr(a, name) for name in names}))
         print(json.dumps(e.as_dict(), indent=2) if a.json else e.table())

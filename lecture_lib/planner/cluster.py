@@ -20,43 +20,37 @@ from lecture_lib.planner.numbers import missing, positive, whole
 
 GIB = 2**30
 
-# Versions of a GPU by the size of their memory, GB: bandwidth in bytes/s and where it is from.
-_MEMORIES = {
-    ("A100", 40): (1.555e12, "NVIDIA A100 datasheet, the 40 GB version"),
-    ("A100", 80): (2.039e12, "NVIDIA A100 datasheet, the 80 GB SXM version"),
-    ("H100", 80): (3.35e12, "NVIDIA H100 datasheet, SXM"),
-    # torchtitan's paper (https://arxiv.org/abs/2410.06511) says HBM2e; NVIDIA's H100 PCIe moves 2.0e12 with 5 stacks.
-    ("H100", 96): (2.0e12 * 6 / 5, "computed: 6 stacks of HBM2e, of which the 5 of an H100 PCIe move 2.0 TB/s"),
-    ("H200", 141): (4.8e12, "NVIDIA H200 datasheet, SXM"),
-}
+# "80GB", "80 GiB", "80g", or a number that nothing follows: "A100-80"; "500W", "500 watts".
+_SIZE = re.compile(r"(?<![a-z0-9])(\d+) ?(?:gi?b?(?![a-z])|$)")
+_LIMIT = re.compile(r"(?<![a-z0-9])(\d+) ?w(?:atts?)?(?![a-z])")
 
 
 @functools.cache
 def accelerator(name: str) -> specs.Accelerator:
-    """The GPU for a name: "H100", "A100-40GB", "H100-96GB-500W" (power limited to 500 W).
+    """The GPU for a name: "H100", "A100-40GB", "a100_40gb", "H100-96GB-500W" (power limited to 500 W).
 
     Raises ValueError for a GPU, a memory size or a power limit that is not known.
     """
-    size, limit = re.search(r"(\d+) ?gb(?!\d)", name.lower()), re.search(r"(\d+) ?w(?![a-z])", name.lower())
-    base = re.sub(r"[-_ ]*\b\d+ ?(gb|w)\b", "", name, flags=re.IGNORECASE)
+    written = re.sub(r"[-_/,()\s]+", " ", str(name).lower()).strip()
+    size, limit = _SIZE.search(written), _LIMIT.search(written)
+    chip = _LIMIT.sub("", _SIZE.sub("", written))
     try:
-        found = specs.get(base)
+        found = specs.get(chip)
     except KeyError as error:
-        raise ValueError(error.args[0]) from None
-    if size:
-        gigabytes = int(size[1])
-        if (found.name, gigabytes) in _MEMORIES:
-            found = replace(found, memory_bytes=gigabytes * GIB, memory_bandwidth=_MEMORIES[found.name, gigabytes][0])
-        elif gigabytes * GIB != found.memory_bytes:
-            known = ", ".join(f"{n}-{g}GB" for n, g in _MEMORIES if n == found.name)
-            known = known or f"{found.name}-{found.memory_bytes // GIB}GB"
-            raise ValueError(f"no figures for a {found.name} with {gigabytes} GB; known are {known}.")
+        raise ValueError(error.args[0].replace(repr(chip), repr(name))) from None
+    if size and int(size[1]) * GIB != found.memory_bytes:
+        others = {m.gigabytes: m for m in specs.MEMORIES if m.accelerator == found.name}
+        if int(size[1]) not in others:
+            known = ", ".join(f"{found.name}-{n}GB" for n in sorted({found.memory_bytes // GIB, *others}))
+            raise ValueError(f"no figures for a {found.name} with {size[1]} GB; known are {known}.")
+        memory = others[int(size[1])]
+        found = replace(found, memory_bytes=memory.gigabytes * GIB, memory_bandwidth=memory.bandwidth)
     if limit:
-        watts = int(limit[1])
-        if found.power_watts is None or not 0.3 * found.power_watts <= watts <= found.power_watts:
-            raise ValueError(
-                f"a {found.name} cannot be limited to {watts} W: its own limit is {found.power_watts:.0f} W."
-            )
+        watts, own = int(limit[1]), found.power_watts
+        if own is None:
+            raise ValueError(f"no power limit of a {found.name} is published, so it cannot be limited to {watts} W.")
+        if not 0.3 * own <= watts <= own:
+            raise ValueError(f"a {found.name} cannot be limited to {watts} W: its own limit is {own:.0f} W.")
         found = replace(found, power_watts=float(watts))
     return found
 

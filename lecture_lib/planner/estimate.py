@@ -8,6 +8,7 @@ rows of published_runs.csv say; ``tflops_per_gpu("causal")`` counts the half tha
 the dense peak of the layout's precision, of a GPU that is not power limited (Chowdhery et al., PaLM, 2022, appendix B).
 """
 
+import functools
 from dataclasses import dataclass
 
 from lecture_lib.planner.cluster import Cluster
@@ -166,11 +167,16 @@ def estimate(model: Transformer, cluster: Cluster, layout: Layout, constants: di
     """
     constants = calibrated() if constants is None else constants
     found: dict[int, Estimate] = {}  # by micro-batch, with the fastest virtual stages
-    for each in complete(model, cluster, layout):
-        seconds = step_seconds(model, cluster, each, constants)
-        e = Estimate(model, cluster, each, seconds, memory_bytes(model, each))
+    for each, nbytes in _possible(model, cluster, layout):
+        e = Estimate(model, cluster, each, step_seconds(model, cluster, each, constants), dict(nbytes))
         other = found.get(each.micro_batch)
         if other is None or e.step_seconds < other.step_seconds:
             found[each.micro_batch] = e
     fit = [e for e in found.values() if e.fits]
     return min(fit, key=lambda e: e.step_seconds) if fit else found[min(found)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _possible(model: Transformer, cluster: Cluster, layout: Layout) -> list[tuple[Layout, dict[str, float]]]:
+    """The complete layouts and their bytes: no constant changes them, and a fit asks for the same hundreds of times."""
+    return [(each, memory_bytes(model, each)) for each in complete(model, cluster, layout)]

@@ -34,6 +34,9 @@ class Layout:
     zero_stage: 0 everything replicated over dp x cp, 1 the optimizer's states sharded, 2 gradients too, 3 parameters
         too (FSDP). With a pipeline, 3 gathers parameters once a step and keeps them and gradients whole until its end,
         or every micro-batch would pay for both: in time and memory it is then as 1. So do torchtitan and Llama 3.
+    shard: among how many of the dp x cp ranks ZeRO shards, neighbours first; all, if None. Groups of so many hold the
+        same, and sum their gradients once a step: hybrid sharding, HSDP (Zhao et al., PyTorch FSDP, 2023,
+        https://arxiv.org/abs/2304.11277, section 3.2.2).
     recompute: what the backward pass computes again: "none", "selective" or "full", see memory.py.
     precision: of the matmuls in the layers: "bf16", "fp16" or "fp8".
     overlap: whether data-parallel traffic runs beside the computation.
@@ -57,6 +60,7 @@ class Layout:
     micro_batch: int | None = None
     global_batch: int | None = None
     zero_stage: int = 0
+    shard: int | None = None
     recompute: str = "none"
     precision: str = "bf16"
     overlap: bool = True
@@ -66,7 +70,7 @@ class Layout:
 
     def __post_init__(self):
         put = functools.partial(object.__setattr__, self)
-        for name in ("dp", "virtual_stages", "micro_batch", "global_batch"):
+        for name in ("dp", "shard", "virtual_stages", "micro_batch", "global_batch"):
             value = getattr(self, name)
             put(name, None if missing(value) else whole(name, value))
         for name in ("tp", "pp", "cp", "ep"):
@@ -100,6 +104,16 @@ class Layout:
         return self.zero_stage == 3 and self.pp == 1
 
     @property
+    def shards(self) -> int:
+        """How many pieces ZeRO makes of what it shards."""
+        return self.shard or self.dp * self.cp
+
+    @property
+    def replicas(self) -> int:
+        """How many groups hold the same shards."""
+        return self.dp * self.cp // self.shards
+
+    @property
     def ranks(self) -> int:
         """dp tp pp cp"""
         return self.dp * self.tp * self.pp * self.cp
@@ -114,7 +128,8 @@ class Layout:
         axes = [f"{name} {n}" for name in ("dp", "tp", "pp", "cp", "ep") if (n := getattr(self, name)) not in (1, None)]
         axes += [f"virtual stages {self.virtual_stages}"] * (self.pp > 1 and self.virtual_stages is not None)
         axes += [f"micro-batch {self.micro_batch}"] * (self.micro_batch is not None)
-        return ", ".join([*axes, f"ZeRO {self.zero_stage}", f"recompute {self.recompute}", self.precision])
+        zero = f"ZeRO {self.zero_stage}" + (f" in groups of {self.shard}" if self.shard else "")
+        return ", ".join([*axes, zero, f"recompute {self.recompute}", self.precision])
 
 
 @functools.cache
@@ -171,6 +186,13 @@ def check(model: Transformer, cluster: Cluster, layout: Layout) -> None:
     for what, size, axis, n in pieces:
         if size % n:
             raise ValueError(f"{what} must be a multiple of {axis}, and {size} is none of {n}.")
+    if layout.shard and (layout.dp * layout.cp) % layout.shard:
+        raise ValueError(
+            f"dp x cp must be a multiple of shard, and {layout.dp} x {layout.cp} is none of {layout.shard}."
+        )
+    if layout.shard and (layout.zero_stage == 0 or layout.ep > 1):
+        with_what = "zero_stage 0 shards nothing" if layout.zero_stage == 0 else "experts are sharded over all of dp"
+        raise ValueError(f"shard {layout.shard} has no meaning here: {with_what}.")
     if model.kv_heads % layout.tp and layout.tp % model.kv_heads:
         raise ValueError(
             f"{model.kv_heads} key/value heads can neither be split nor copied evenly over tp {layout.tp}."

@@ -89,8 +89,7 @@ def _stage(model: Transformer, layout: Layout, stage: int) -> dict[str, float]:
     dense, experts, end = parameters_of_a_rank(model, layout)
     ends = end * (1 if pp == 1 and model.tied else first + last)
     held = layers * (dense + experts) + ends
-    ranks = layout.dp * layout.cp
-    sharded = (layers * (dense + experts * layout.ep) + ends) / ranks
+    sharded = (layers * (dense + experts * layout.ep) + ends) / layout.shards
     gathered = min(held, 2 * (dense + experts) + end)
 
     tokens = layout.micro_batch * model.seq / layout.cp
@@ -100,7 +99,7 @@ def _stage(model: Transformer, layout: Layout, stage: int) -> dict[str, float]:
     if layout.sequence_parallel:
         anew += 8 * model.hidden  # inputs of attention and MLP, whole, and their gradients
     parts = {
-        "weights": 2.0 * (gathered if zero == 3 and ranks > 1 else held),
+        "weights": 2.0 * (gathered if zero == 3 and layout.shards > 1 else held),
         "master weights": 4.0 * (sharded if zero >= 1 else held),
         "gradients": 4.0 * (sharded if zero >= 2 else held),
         "optimizer": 8.0 * (sharded if zero >= 1 else held),

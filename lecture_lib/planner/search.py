@@ -8,9 +8,10 @@ to the layouts that it tries.
 """
 
 import itertools
-from collections import Counter
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lecture_lib.planner.cluster import Cluster
 from lecture_lib.planner.constants import calibrated
@@ -22,6 +23,17 @@ from lecture_lib.planner.numbers import whole
 from lecture_lib.planner.step import step_seconds
 
 SHORTEST = 2048  # tokens: a sequence is not split into pieces that are shorter, for attention to hide the traffic
+
+
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+class Reason(NamedTuple):
+    """Why layouts are out. times: how many; kind: the sentence, with N for each number; example: one as it was said."""
+
+    times: int
+    kind: str
+    example: str
 
 
 @dataclass(frozen=True)
@@ -57,9 +69,12 @@ class Plans:
                 return place
         return None
 
-    def reasons(self) -> Counter:
-        """How often each kind of reason was given: its words, without the numbers."""
-        return Counter(" ".join(w for w in why.split() if not any(c.isdigit() for c in w)) for _, why in self.rejected)
+    def reasons(self) -> list["Reason"]:
+        """What was said of those that are out, the most frequent first: sentences that differ in numbers are alike."""
+        found: dict[str, list[str]] = {}
+        for _, why in self.rejected:
+            found.setdefault(_NUMBER.sub("N", why), []).append(why)
+        return sorted((Reason(len(said), kind, said[0]) for kind, said in found.items()), key=lambda r: -r.times)
 
     def table(self, n: int = 10) -> str:
         """The n fastest, one line each."""

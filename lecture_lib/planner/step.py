@@ -16,9 +16,10 @@ For one micro-batch, T = b s / cp tokens on a rank, and one layer (tp = t):
 and around the layers:
 
     head            its matmul, and 24 bytes of memory traffic for each logit: to float32, log-softmax, gradient, back
-    pipeline        bubble (pp - 1) / (m v) of the m micro-batches' time; sends to the next stage, exposed
+    pipeline        bubble (pp - 1) / (m v) of the time of m micro-batches, more if m < pp; sends, exposed
     data            ZeRO 3: parameters gathered twice and gradients scattered once for each micro-batch, beside the
-                    computation; else, and with a pipeline, once a step, beside the last backward pass
+                    computation; else, and with a pipeline, once a step, beside the last backward pass. With groups of
+                    shards (HSDP) all that among a group, and an all-reduce of each shard across the groups, once a step
     optimizer       44 bytes of memory traffic for each parameter held: Adam in float32, clipping, the bf16 copy
     stragglers      a share for each doubling of the nodes
 
@@ -90,8 +91,13 @@ def recomputed(model: Transformer, layout: Layout) -> tuple[float, float]:
 
 
 def bubble(pp: int, virtual_stages: int, micro_batches: int) -> float:
-    """Idle time of a pipeline, as a share of its busy time: (p - 1) / (v m) for 1F1B and interleaved 1F1B."""
-    return (pp - 1) / (virtual_stages * micro_batches)
+    """Idle time of a pipeline, as a share of its busy time: (p - 1) / (v m) for GPipe, 1F1B and interleaved 1F1B.
+
+    With fewer micro-batches than stages, m < p, a rank also waits in each further of its v rounds until the first
+    micro-batch is back: (p - 1 + (v - 1) (p - m)) / (v m). Both are what parallel.pipeline.simulate finds.
+    """
+    waits = pp - 1 + (virtual_stages - 1) * max(0, pp - micro_batches)
+    return waits / (virtual_stages * micro_batches)
 
 
 def rates(cluster: Cluster, layout: Layout, constants: dict) -> Rates:
@@ -181,30 +187,39 @@ def data_seconds(
 ) -> float:
     """Data-parallel traffic of a step, as far as it is not hidden, of a stage with so many ``layers``. ``layer`` and
     ``head``: seconds that each computes for a micro-batch."""
-    ranks = layout.dp * layout.cp
-    if ranks == 1:
+    shards, replicas = layout.shards, layout.replicas
+    if shards * replicas == 1:
         return 0.0
     dense, experts, end = parameters_of_a_rank(model, layout)
 
     def gather(nbytes: float, layers: int, ends: int) -> float:
-        """Of so many bytes a parameter; an expert's parameters are alike on ranks / ep ranks only."""
+        """Of so many bytes a parameter, among the shards; an expert's parameters are alike on shards / ep ranks."""
         apart = layout.tp
-        seconds = gather_seconds(cluster, constants, ranks, apart, nbytes * (layers * dense + ends * end))
+        seconds = gather_seconds(cluster, constants, shards, apart, nbytes * (layers * dense + ends * end))
         if experts and layers:
             apart *= layout.ep
-            seconds += gather_seconds(cluster, constants, ranks // layout.ep, apart, nbytes * layers * experts)
+            seconds += gather_seconds(cluster, constants, shards // layout.ep, apart, nbytes * layers * experts)
         return seconds
+
+    def replicate(nbytes: float, layers: int, ends: int) -> float:
+        """An all-reduce of what a rank has after it: its shard of the gradients, among the groups (HSDP)."""
+        held = nbytes * (layers * dense + ends * end) / shards
+        return 2 * gather_seconds(cluster, constants, replicas, layout.tp * shards, held)
 
     if layout.gathers_layers:
         forward = layer / (3 + recomputed(model, layout)[0])
+        backward = layer - forward
         one, last = gather(2, 1, 0), gather(2, 0, 1)
-        each = beside(one, forward, layout, constants) + beside(2 * one, layer - forward, layout, constants)
+        each = beside(one, forward, layout, constants) + beside(2 * one, backward, layout, constants)
         # The first gather of a micro-batch has nothing to hide behind.
         each = layers * each + last + beside(2 * last, head * 2 / 3, layout, constants)
-        return layout.micro_batches * each
+        # What hides the gathers of the last micro-batch's backward pass hides the sums across groups too.
+        sums, room = replicate(2, layers, 1), layers * max(0.0, backward - 2 * one)
+        return layout.micro_batches * each + beside(sums, room, layout, constants)
     scatter, back = gather(4, layers, 1), gather(2 if layout.zero_stage else 4, layers, 1)
+    sums = replicate(4, layers, 1)
     behind = (layers * layer + head) * 2 / 3  # the backward pass of one micro-batch
-    seconds = beside(scatter + back, behind, layout, constants)
+    seconds = beside(scatter + sums + back, behind, layout, constants)
     if layout.zero_stage == 2:  # gradients leave after each micro-batch
         seconds += (layout.micro_batches - 1) * beside(scatter, behind, layout, constants)
     return seconds
@@ -229,7 +244,7 @@ def step_seconds(model: Transformer, cluster: Cluster, layout: Layout, constants
     dense, experts, end = parameters_of_a_rank(model, layout)
     held = layers * (dense + experts) + end
     if layout.zero_stage:
-        held = (layers * (dense + experts * layout.ep) + end) / (layout.dp * layout.cp)
+        held = (layers * (dense + experts * layout.ep) + end) / layout.shards
 
     parts = {name: m * layers * seconds for name, seconds in parts.items()}
     parts["matmuls"] += m * head
