@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from . import collectives as c
 from .barrier import barrier
+from .cuts import four_cuts
 from .data_parallel import data_parallel, layers_held, zero
 from .energy import energy
 from .exchange import exchange
@@ -67,6 +68,7 @@ FIGURES: dict[str, Callable[[str], Figure]] = {
     "placements": placements,
     "placements_2d": placements_2d,
     "moves": moves,
+    "four_cuts": four_cuts,
     "batch_send_recv": lambda name: exchange(name, "Batched send and receive", c.everyone(), c.batch_send_recv),
 }
 
