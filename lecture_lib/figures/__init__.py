@@ -10,10 +10,12 @@ from collections.abc import Callable
 
 from . import collectives as c
 from .barrier import barrier
+from .context import causal_work, tokens_and_heads
 from .cuts import four_cuts
 from .data_parallel import data_parallel, layers_held, zero
 from .energy import energy
 from .exchange import exchange
+from .expert import experts
 from .fabric import nodes, rack
 from .fusion import fusion
 from .ladder import ladder
@@ -69,6 +71,9 @@ FIGURES: dict[str, Callable[[str], Figure]] = {
     "placements_2d": placements_2d,
     "moves": moves,
     "four_cuts": four_cuts,
+    "causal_work": causal_work,
+    "tokens_and_heads": tokens_and_heads,
+    "experts": experts,
     "batch_send_recv": lambda name: exchange(name, "Batched send and receive", c.everyone(), c.batch_send_recv),
 }
 

@@ -7,11 +7,14 @@ Read in this order:
     sharded/     and no rank holds everything: ZeRO 1, 2 and 3
     tensor/      every matrix is split, the activations travel
     pipeline/    the layers are split, micro-batches travel
+    context/     the sequence is split, keys and values travel
+    expert.py    the experts are split, tokens travel to them
+    mesh/        all of them at once, in one transformer
 
 agree.py is what all of them begin with: the ranks compare what they bring.
 """
 
-from lecture_lib.parallel import pipeline
+from lecture_lib.parallel import context, expert, pipeline
 from lecture_lib.parallel.data import DataParallel
 from lecture_lib.parallel.sharded import FullyShardedDataParallel, ShardedOptimizer
 from lecture_lib.parallel.tensor import ColumnParallelLinear, RowParallelLinear
@@ -22,5 +25,7 @@ __all__ = [
     "FullyShardedDataParallel",
     "RowParallelLinear",
     "ShardedOptimizer",
+    "context",
+    "expert",
     "pipeline",
 ]

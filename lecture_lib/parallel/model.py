@@ -23,15 +23,16 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def rotate(x: Tensor, theta: float = 10_000.0) -> Tensor:
+def rotate(x: Tensor, theta: float = 10_000.0, positions: Tensor | None = None) -> Tensor:
     """Rotary positions: turn each pair of features by an angle that grows with the position (Su et al. 2021, RoFormer).
 
     x: (batch, heads, seq, head_dim), head_dim even. Features i and i + head_dim/2 are a pair; its angle at position t
-    is t theta^(-2i/head_dim).
+    is t theta^(-2i/head_dim). positions: int64 (seq,), where in the sequence these tokens stand; 0, 1, 2, ... if None.
     """
     seq, head_dim = x.shape[-2:]
     frequency = theta ** (-torch.arange(0, head_dim, 2, device=x.device) / head_dim)  # (head_dim/2,)
-    angle = torch.arange(seq, device=x.device)[:, None] * frequency  # (seq, head_dim/2)
+    t = torch.arange(seq) if positions is None else positions
+    angle = t.to(x.device)[:, None] * frequency  # (seq, head_dim/2)
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     a, b = x.chunk(2, dim=-1)  # (batch, heads, seq, head_dim/2) each
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -57,8 +58,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, hidden) -> (batch, seq, hidden)
         q, k, v = self.heads_of(self.query(x)), self.heads_of(self.key(x)), self.heads_of(self.value(x))
-        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True, enable_gqa=True)
+        y = self.attend(q, k, v)
         return self.output(y.transpose(1, 2).flatten(2))  # (batch, heads, seq, head_dim) -> (batch, seq, hidden)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q: (batch, heads, seq, head_dim), k and v: (batch, kv_heads, seq, head_dim), not rotated yet -> as q"""
+        return F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True, enable_gqa=True)
 
     def heads_of(self, x: Tensor) -> Tensor:
         """(batch, seq, n * head_dim) -> (batch, n, seq, head_dim), for as many heads n as x holds."""
