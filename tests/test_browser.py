@@ -154,6 +154,9 @@ def code_cells(path: Path) -> list:
         ("00_start_here", "02_collectives"),
         ("01_memory_hierarchy", "03_inside_collectives"),
         ("04_data_parallel", "05_tensor_parallel"),
+        ("06_pipeline_parallel", "07_declarative_sharding"),
+        ("08_putting_it_together", "09_planning_at_scale"),
+        ("10_long_context_and_experts",),
     ],
     ids="-".join,
 )

@@ -16,9 +16,10 @@ USES = {  # part -> parts that it may use; figures may use all
     "kernels": set(),
     "collectives": {"trace", "kernels", "launch"},  # launch: to start ranks when bench.py runs as a program
     "parallel": {"collectives", "trace"},
-    "planner": {"collectives", "hardware", "parallel"},
+    "planner": {"hardware"},
+    "train": {"parallel", "trace"},
 }
-IN_A_RANK = ("trace", "kernels", "collectives", "parallel")
+IN_A_RANK = ("trace", "kernels", "collectives", "parallel", "train")
 DRAWING = {"IPython", "ipywidgets", "matplotlib"}
 
 

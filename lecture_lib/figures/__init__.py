@@ -19,7 +19,9 @@ from .expert import experts
 from .fabric import nodes, rack
 from .fusion import fusion
 from .ladder import ladder
+from .layouts import mesh, three_ways
 from .palette import PALETTE, rank_color
+from .pipeline_parts import backward_in_two, gpipe_and_1f1b, interleaving, pipeline_cut, zero_bubble
 from .roofline import of_a_layer, roofline
 from .sharding import moves, placements, placements_2d
 from .steps import ladders
@@ -67,10 +69,17 @@ FIGURES: dict[str, Callable[[str], Figure]] = {
     "f_and_g": f_and_g,
     "heads": heads,
     "sequence_parallel": sequence_parallel,
+    "pipeline_cut": pipeline_cut,
+    "gpipe_and_1f1b": gpipe_and_1f1b,
+    "interleaving": interleaving,
+    "backward_in_two": backward_in_two,
+    "zero_bubble": zero_bubble,
     "placements": placements,
     "placements_2d": placements_2d,
     "moves": moves,
     "four_cuts": four_cuts,
+    "mesh": mesh,
+    "three_ways": three_ways,
     "causal_work": causal_work,
     "tokens_and_heads": tokens_and_heads,
     "experts": experts,

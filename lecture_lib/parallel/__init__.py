@@ -9,6 +9,7 @@ Read in this order:
     pipeline/    the layers are split, micro-batches travel
     context/     the sequence is split, keys and values travel
     expert.py    the experts are split, tokens travel to them
+    recompute.py activations that are computed again, and not kept
     mesh/        all of them at once, in one transformer
 
 agree.py is what all of them begin with: the ranks compare what they bring.

@@ -5,11 +5,13 @@ from tests.bench import (
     hardware,
     kernels,
     launch,
+    parallel_context,
     parallel_data,
     parallel_pipeline,
     parallel_tensor,
     planner,
     trace,
+    train,
 )
 
 for benchmark in (
@@ -21,6 +23,8 @@ for benchmark in (
     parallel_data,
     parallel_tensor,
     parallel_pipeline,
+    parallel_context,
+    train,
     planner,
 ):
     benchmark.main()

@@ -1,0 +1,71 @@
+"""All that can be chosen about a run, said once: on the command line, or as the same words in a cell."""
+
+import argparse
+import shlex
+from collections.abc import Sequence
+
+from lecture_lib.parallel.mesh import SCHEDULES
+from lecture_lib.parallel.recompute import WAYS
+
+
+def count(word: str) -> int:
+    """At least 1."""
+    if (number := int(word)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError where others print their usage and end the process: a cell is no process."""
+
+    def error(self, message: str):
+        raise ValueError(f"train: {message}; --help says what there is.")
+
+
+def options(words: str | Sequence[str] = ()) -> argparse.Namespace:
+    """``options("--tp 2 --pp 2")``: what was said, and the defaults for all else.
+
+    Raises ValueError for what cannot be said.
+    """
+    what = "Train a small transformer on text."
+    parser = Parser(prog="python -m lecture_lib.train", description=what)
+
+    layout = parser.add_argument_group("layout", "ranks along each axis; together they are all ranks")
+    layout.add_argument("--dp", type=count, help="copies of the model; default: as many as the ranks allow")
+    layout.add_argument("--dp-shard", type=count, default=1, help="pieces into which a copy is sharded (ZeRO-3)")
+    layout.add_argument("--tp", type=count, default=1, help="slices of every matrix")
+    layout.add_argument("--pp", type=count, default=1, help="ranks that share the layers, as a pipeline")
+    layout.add_argument("--cp", type=count, default=1, help="slices of the sequence")
+    layout.add_argument("--sequence-parallel", action="store_true", help="with --tp: split all else by tokens")
+    layout.add_argument("--schedule", choices=SCHEDULES, default="one_f_one_b", help="of the pipeline")
+    layout.add_argument("--micro-batches", type=count, default=1, help="parts of a rank's share of the batch")
+
+    model = parser.add_argument_group("model, which reads bytes")
+    model.add_argument("--layers", type=count, default=4)
+    model.add_argument("--hidden", type=count, default=128)
+    model.add_argument("--heads", type=count, default=4)
+    model.add_argument("--kv-heads", type=count, default=2)
+    model.add_argument("--ffn-hidden", type=count, default=384)
+
+    training = parser.add_argument_group("training")
+    training.add_argument("--data", nargs="+", default=[], help="files of text; default: Python's standard library")
+    training.add_argument("--seq", type=count, default=128, help="tokens in a sample")
+    training.add_argument("--batch", type=count, default=16, help="samples in a step, over all ranks")
+    training.add_argument("--steps", type=count, default=200, help="in all, with those before a checkpoint")
+    training.add_argument("--lr", type=float, default=3e-3, help="of AdamW")
+    training.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    training.add_argument("--seed", type=int, default=0, help="decides the first weights and the batches")
+    training.add_argument("--recompute", choices=WAYS, default="none", help="activations, in the backward pass")
+    training.add_argument("--dropout", type=float, default=0.0, help="share of what a layer adds that falls out")
+    training.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of matmuls; weights are fp32")
+
+    keeping = parser.add_argument_group("checkpoints")
+    keeping.add_argument("--checkpoint", metavar="DIR", help="where they are kept; a directory that all nodes share")
+    keeping.add_argument("--checkpoint-every", type=count, default=100, metavar="STEPS", help="and after the last step")
+    keeping.add_argument("--resume", action="store_true", help="go on from the newest one in DIR, if there is one")
+
+    shown = parser.add_argument_group("output")
+    shown.add_argument("--sample", type=int, default=0, metavar="BYTES", help="of text to write in the end")
+    shown.add_argument("--profile", metavar="DIR", help="write a chrome trace of one step there, for each rank")
+    shown.add_argument("--quiet", action="store_true", help="no progress, no summary")
+    return parser.parse_args(shlex.split(words) if isinstance(words, str) else words)
