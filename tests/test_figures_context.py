@@ -98,8 +98,8 @@ def test_its_picture_has_room_for_its_words(experts, factor):
 
 def test_controls_redraw_it():
     explorer = balance.BalanceExplorer()
-    assert repr(explorer).startswith("16 experts on 8 ranks, top 2, skew 0.5, no capacity: dropped 0%")
+    assert repr(explorer).startswith("16 experts, 8 ranks, top 2, skew 0.5, no capacity: dropped 0%")
     before = explorer.shown.value
     explorer.experts.value, explorer.top_k.value, explorer.skew.value, explorer.capacity.value = 128, 8, 1.5, 1.25
     assert explorer.shown.value != before and explorer.shown.value.startswith("<svg")
-    assert "capacity factor 1.25: dropped " in repr(explorer)
+    assert "capacity 1.25: dropped " in repr(explorer)

@@ -93,10 +93,10 @@ def draw(experts: int, top_k: int, skew: float, capacity_factor: float) -> Figur
         label(250, bottom + 56, f"the busiest has {busiest / even:.2f} times an even share", anchor="start", bold=True),
         line([(16, bottom + 36), (884, bottom + 36)], color=FAINT, width=1),
     ]
-    factor = "no capacity" if capacity_factor == math.inf else f"capacity factor {capacity_factor:g}"
+    factor = "no capacity" if capacity_factor == math.inf else f"capacity {capacity_factor:g}"
     text = (
-        f"{experts} experts on {RANKS} ranks, top {top_k}, skew {skew:g}, {factor}: dropped {routed.dropped:.0%}, the "
-        f"busiest rank computes {busiest / even:.2f} times an even share."
+        f"{experts} experts, {RANKS} ranks, top {top_k}, skew {skew:g}, {factor}: dropped {routed.dropped:.0%}, the "
+        f"busiest rank has {busiest / even:.2f} times its share."
     )
     return figure("expert_balance", "Load of experts", text, 900, bottom + 80, strokes)
 
