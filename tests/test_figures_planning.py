@@ -153,6 +153,13 @@ def test_controls_say_why_a_layout_cannot_run():
     check_that_no_text_touches(refusal("word " * 30))
 
 
+def test_it_can_start_from_another_layout():
+    explorer = LayoutExplorer("llama3-70b", "A100-40GB", gpus=512, global_batch=1024, v=1)
+    layout = explorer.estimate().layout
+    assert (layout.virtual_stages, layout.pp, layout.global_batch) == (1, 16, 1024)
+    assert repr(explorer).startswith("dp 4, tp 8, pp 16, cp 1: ")
+
+
 def test_a_rack_counts_as_a_node():
     explorer = LayoutExplorer(gpu="GB200")
     assert explorer.estimate().cluster.gpus_per_node == 64

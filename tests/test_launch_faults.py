@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lecture_lib import RankError, RankTimeout, World
+from lecture_lib.launch import watch
 
 HERE = "test_launch_faults.py, line "
 
@@ -547,3 +548,30 @@ def test_a_busy_world_refuses_a_second_run_and_another_world_takes_it(world):
         assert other.run(dist.get_world_size) == [2, 2]
     thread.join()
     ready(world)
+
+
+def test_a_report_has_whole_stacks_while_threads_run():
+    """It once failed with an AttributeError: a thread had run on while its frames were walked."""
+
+    def deep(n):
+        return n and deep(n - 1)
+
+    def run():
+        while not over.is_set():
+            deep(30)
+
+    over, interval = threading.Event(), sys.getswitchinterval()
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(20):
+            stacks = watch._stacks()
+            assert stacks.keys() >= {thread.ident for thread in threads}
+            for thread in threads:
+                assert stacks[thread.ident][-1][0].f_code.co_name == "_bootstrap"
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert sys.getswitchinterval() == interval

@@ -473,6 +473,16 @@ def test_autocast_sends_bfloat16(world):
     assert all(value < 1e-2 for value in world.run(step))
 
 
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_autocast_leaves_the_dtype(world, attention):
+    def step():
+        exact, mine = full(*(whole := qkvg(12, 4, 24))), own(whole[:3])
+        with torch.autocast("cpu", torch.bfloat16):
+            return attention(*mine).dtype, difference(attention(*mine), *own(exact[:1]))
+
+    assert all(dtype == torch.float32 and off < CLOSE for dtype, off in world.run(step))
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -551,6 +561,45 @@ MISTAKES = [
         "context_parallel: rank 0 brought a model with attention that is split by the sequence already; start from",
     ),
     (lambda: context_parallel(nn.Linear(2, 2)), "rank 0 brought a model with no Attention"),
+    (
+        lambda: context_parallel(
+            Transformer(**SIZES), attend=functools.partial(ring_attention, tile=rank_two(4, 2)), layout=zigzag
+        ),
+        "rank 2 brought attend=ring_attention(tile=2), layout=zigzag; rank 0 brought attend=ring_attention(tile=4)",
+    ),
+    (
+        lambda: context_parallel(Transformer(**SIZES))(torch.zeros(1, rank_two(4, 3), dtype=torch.long)),
+        "context_parallel: rank 2 brought 3 tokens, which are not 2 equal chunks; cut the sequence with",
+    ),
+    (
+        lambda: context_parallel(Transformer(**SIZES))(torch.zeros(1, rank_two(4, 6), dtype=torch.long)),
+        "context_parallel: the ranks disagree: rank 2 brought q of shape (1, 12, 6, 4), float32; rank 0 brought q of",
+    ),
+    (lambda: shard_sequence(torch.ones(2, 16), dim=5), "brought dim=5 for x of 2 dimensions; take -2 to 1."),
+    (lambda: unshard_sequence(torch.ones(2, 16), dim=-3), "brought dim=-3 for x of 2 dimensions; take -2 to 1."),
+    (lambda: call(ring_attention, k=(1, 0, 4, 2)), "brought 4 query heads, which cannot share 0 key and value heads"),
+    *(
+        (
+            lambda attention=attention, dtype=dtype: attention(*[torch.ones(1, 4, 4, 2, dtype=dtype)] * 3),
+            f"{attention.__name__}: rank 0 brought q, k, v of {str(dtype)[6:]}; ",
+        )
+        for attention in ATTENTIONS
+        for dtype in (torch.int64, torch.complex64)
+    ),
+    (
+        lambda: call(ring_attention, layout=rank_two(lambda n: zigzag(n), lambda n: contiguous(n))),
+        "rank 2 brought layout(4) = [(0, 1), (2, 3), (4, 5), (6, 7)]; rank 0 brought layout(4) = [(0, 7), (1, 6), ",
+    ),
+    (
+        lambda: shard_sequence(torch.ones(2, 16), layout=lambda n: [(0, 1)] * n),
+        "gives 4 ranks the chunks [(0, 1), (0, 1), (0, 1), (0, 1)]; each of 0 to 7 has to be there once, and each rank",
+    ),
+    (lambda: call(ring_attention, layout=lambda n: [(0,), (1, 2, 3), (4, 5), (6, 7)]), "and each rank has two."),
+    (lambda: context_parallel(Transformer(**SIZES), layout=lambda n: zigzag(n)[1:]), "and each rank has two."),
+    (
+        lambda: positions(16, layout=lambda n: zigzag(n + 1)),
+        "every rank brought a layout that gives 4 ranks the chunks",
+    ),
 ]
 
 

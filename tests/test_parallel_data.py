@@ -426,6 +426,27 @@ def test_a_dropped_wrapper_does_nothing_any_more(worlds):
     assert worlds[2].run(step) == [1, 1]
 
 
+def test_clipping_as_on_one_process(worlds):
+    def step(max_norm):
+        n, rank = dist.get_world_size(), dist.get_rank()
+        torch.manual_seed(3)
+        alone = Unused()
+        model = DataParallel(copy.deepcopy(alone))
+        x, y = samples(12)
+        (alone(x) - y).square().mean().backward()
+        (model(x.chunk(n)[rank]) - y.chunk(n)[rank]).square().mean().backward()
+        model.finish_gradient_synchronization()
+        theirs = nn.utils.clip_grad_norm_(alone.parameters(), max_norm)
+        with ledger() as led:
+            ours = model.clip_gradients(max_norm)
+        return ours.item() / theirs.item() - 1, relative(gradients(model.module), gradients(alone)), led.bytes_sent
+
+    for n in SIZES:
+        for max_norm in (0.01, 100.0):
+            outs = worlds[n].run(step, max_norm)
+            assert all(abs(norm) <= 1e-5 and off <= 1e-5 and sent == 0 for norm, off, sent in outs)
+
+
 def test_groups_of_two(worlds):
     """Ranks 0 and 1 train one model, 2 and 3 another; the same ranks across, as an own group, hold the same."""
 
@@ -617,6 +638,8 @@ def test_batches_that_cannot_be_shared(worlds):
             "samples": lambda: sharded_batches(x[: 7 if odd else 8], batch_size=8),
             "epoch": lambda: sharded_batches(x, batch_size=8, epoch=int(odd)),
             "size": lambda: sharded_batches(x, batch_size=4 if odd else 8),
+            "fraction": lambda: sharded_batches(x, batch_size=8.0),
+            "seed": lambda: sharded_batches(x, batch_size=8, seed=-1 if odd else 0),
         }
         return error_of(calls[kind])
 
@@ -628,6 +651,8 @@ def test_batches_that_cannot_be_shared(worlds):
         "samples": "rank 1 brought [7] rows; rank 0 brought [8] rows.",
         "epoch": "rank 1 brought epoch=1, seed=0; rank 0 brought epoch=0, seed=0.",
         "size": "rank 1 brought batch_size=4; rank 0 brought batch_size=8.",
+        "fraction": "rank 0 asked for batch_size=8.0, epoch=0, seed=0; they are whole numbers, and none is below 0.",
+        "seed": "rank 1 asked for batch_size=8, epoch=0, seed=-1; they are whole numbers, and none is below 0.",
     }.items():
         errors = worlds[4].run(step, kind)
         assert len(set(errors)) == 1 and f"ValueError: sharded_batches: {text}" in errors[0].replace(

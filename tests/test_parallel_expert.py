@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from comparing import counts, difference, error_of, gradients, relative, seeded
 from torch import nn
 
-from lecture_lib.parallel import expert
+from lecture_lib.parallel import data, expert
 from lecture_lib.parallel.context import context_parallel, shard_sequence
 from lecture_lib.parallel.expert import MoE, all_to_all, average_gradients, balance_of, expert_parallel
 from lecture_lib.parallel.model import Transformer, next_token_loss
@@ -408,6 +408,14 @@ MISTAKES = [
         "expert_parallel: the ranks disagree: rank 2 brought 0.router.weight of shape (12, 16), float32; rank 0",
     ),
     (lambda: expert_parallel(layer(top_k=rank_two(2, 3))), "rank 2 brought the layer: top_k=3, renormalize=True, capa"),
+    (lambda: MoE(HIDDEN, FFN, 4, 1.5), "MoE: a token cannot use 1.5 of 4 experts; top_k has to be 1 to 4."),
+    (lambda: MoE(HIDDEN, FFN, 4, capacity_factor=math.nan), "capacity_factor=nan has to be above 0, or None"),
+    (lambda: MoE(HIDDEN, FFN, 4, capacity_factor=math.inf), "capacity_factor=inf has to be above 0, or None"),
+    (
+        lambda: data.average_gradients(expert_parallel(nn.Sequential(layer()))),
+        "average_gradients: every rank brought 0.experts, of which ranks 0, 1, 2, 3 hold different slices; give a "
+        "group of ranks that hold the same slices, such as the data-parallel axis of a mesh (for experts use lecture_",
+    ),
     (lambda: expert_parallel(nn.Linear(2, 2)), "brought a model without an MoE; there are no experts to split."),
     (lambda: expert_parallel(expert_parallel(layer())), "brought a model that is split already; start from the model"),
 ]

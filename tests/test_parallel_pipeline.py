@@ -653,6 +653,157 @@ def test_times_are_measured_on_one_rank(world):
     assert found == [found[0]] * 4 and len(found[0]) == 4 and all(seconds > 0 for seconds in found[0])
 
 
+# ---- what a stage may do, and what a caller may not ------------------------------------------------------------------
+
+
+def linears(n: int = 4, width: int = 8, dtype=torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width, dtype=dtype) for _ in range(n)))
+
+
+def autocast_changes(first: bool) -> None:
+    """The trial in autocast and the step outside, or the other way round."""
+    x = torch.ones(4, 8)
+    with torch.autocast("cpu", torch.bfloat16, enabled=first):
+        pipe = pipeline.Pipeline(list(linears()), pipeline.gpipe(4, 2), F.mse_loss, example=(x, x))
+    with torch.autocast("cpu", torch.bfloat16, enabled=not first):
+        pipe.step(x, x)
+
+
+@pytest.mark.parametrize("first, trial, later", [(False, "float32", "bfloat16"), (True, "bfloat16", "float32")])
+def test_what_is_sent_is_what_was_agreed_on_trial(world, first, trial, later):
+    said = f"stage 0 .rank 0. returns shape .2, 8., {later}, and on trial returned shape .2, 8., {trial}; use the same"
+    with pytest.raises(RankError, match=said):
+        world.run(autocast_changes, first)
+
+
+def in_autocast() -> tuple:
+    model, x = linears(), torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe = pipeline.Pipeline(list(model), pipeline.gpipe(4, 2), F.mse_loss)
+        return pipe.step(x, x, share_loss=True), F.mse_loss(model(x), x).detach()
+
+
+def test_all_under_one_autocast(world):
+    for found, expected in world.run(in_autocast):
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=0)
+
+
+def shared_loss(dtype) -> list:
+    model = linears(dtype=dtype)
+    x = torch.randn(4, 8, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    pipe = pipeline.Pipeline(list(model), pipeline.gpipe(4, 2), F.mse_loss)
+    return [pipe.step(x, x, share_loss=True), pipe.evaluate(x, x, share_loss=True), F.mse_loss(model(x), x).detach()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_all_ranks_get_the_loss_in_its_dtype(world, dtype):
+    for *found, expected in world.run(shared_loss, dtype):
+        for loss in found:
+            torch.testing.assert_close(loss, expected)
+
+
+class Doubles(nn.Module):
+    """Writes into its input."""
+
+    def forward(self, x):
+        return x.mul_(2.0)
+
+
+def writes_into_inputs(schedule, recompute: bool) -> list:
+    def loss_fn(output, target):
+        return F.mse_loss(output, target.sub_(1.0))
+
+    # The first stage writes into the batch, as in one process; the others into what they receive.
+    parts = [[Doubles(), nn.Linear(8, 8)], *([nn.SiLU(inplace=True), nn.Linear(8, 8)] for _ in range(7))]
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(*part) for part in parts[: schedule.stages]))
+    alone, x, y = copy.deepcopy(model), torch.randn(8, 8), torch.randn(8, 8)
+    batch = x.clone(), y.clone()
+    in_one_process(alone, loss_fn, x.clone(), y.clone())
+    pipe = pipeline.Pipeline(list(model), schedule, loss_fn, example=batch, recompute=recompute)
+    wrong = [] if torch.equal(batch[0], x) and torch.equal(batch[1], y) else ["the trial changed the batch"]
+    pipe.step(*batch)
+    return wrong + differences(model, alone, pipe.parameters())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["gpipe", "zero_bubble_h1", "zbv"])
+def test_a_stage_may_begin_in_place(world, name, recompute):
+    assert world.run(writes_into_inputs, on_paper.make(name, 4, 4), recompute) == [[]] * 4
+
+
+def tied_on_one_rank() -> str:
+    model = linears()
+    if dist.get_rank() == 1:
+        model[3].weight = model[0].weight
+    try:
+        pipeline.Pipeline(list(model), pipeline.gpipe(4, 2), F.mse_loss)
+    except ValueError as error:
+        return str(error)
+
+
+def test_stages_tied_on_one_rank_only(world):
+    said = (
+        "Pipeline: the ranks disagree: rank 1 brought stage 3.weight of shape (8, 8), float32, tied to stage 0.weight; "
+        "rank 0 brought stage 3.weight of shape (8, 8), float32. Build the same on every rank."
+    )
+    assert world.run(tied_on_one_rank) == [said] * 4
+
+
+def where_gradients_are_off(mode) -> str:
+    pipe, x = pipeline.Pipeline(list(linears()), pipeline.gpipe(4, 2), F.mse_loss), torch.ones(4, 8)
+    with mode():
+        try:
+            pipe.step(x, x)
+        except ValueError as error:
+            assert pipe.evaluate(x, x, share_loss=True) > 0  # as the message says
+            return str(error)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_needs_gradients(world, mode):
+    found = world.run(where_gradients_are_off, mode)
+    assert found == [found[0]] * 4
+    assert found[0].startswith("Pipeline: step was called where gradients are off (torch.no_grad or inference_mode)")
+
+
+def a_later_batch_is_missing() -> list[str]:
+    """Two ranks of four, which both notice; ranks between them would need no batch."""
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+    pipe, x = pipeline.Pipeline(list(linears(2)), pipeline.gpipe(2, 2), F.mse_loss, group=pair), torch.ones(4, 8)
+    pipe.step(x, x)
+    said = []
+    for method in (pipe.step, pipe.evaluate):
+        try:
+            method(None, None)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_later_batch_that_is_missing(world):
+    for rank, said in enumerate(world.run(a_later_batch_is_missing)):
+        stage, name = rank % 2, ("inputs", "targets")[rank % 2]
+        assert said == [f"Pipeline: rank {rank} holds stage {stage} and got {name}=None; it needs a tensor."] * 2
+
+
+def hooks_left() -> list[int]:
+    stages, x = list(linears()), torch.ones(4, 8)
+    mine, found = stages[dist.get_rank()], []
+    for _ in range(3):
+        pipe = pipeline.Pipeline(stages, pipeline.zero_bubble_h1(4, 2), F.mse_loss)
+        pipe.step(x, x)
+        found.append((len(mine._forward_hooks), len(mine._forward_pre_hooks)))
+    del pipe
+    return [*found, (len(mine._forward_hooks), len(mine._forward_pre_hooks))]
+
+
+def test_a_pipeline_that_is_gone_leaves_no_hooks(world):
+    for found in world.run(hooks_left):
+        assert found == [(1, 1), (1, 1), (1, 1), (0, 0)]
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -723,7 +874,7 @@ def bad(kind: str) -> str:
         ),
         ("stages", "rank 0 brought 3 stages, and gpipe has 4; cut the model into 4."),
         ("no module", "rank 0 brought a stage 2 of type builtin_function_or_method; a stage is an nn.Module."),
-        ("one rank differs", "the ranks disagree: rank 2 brought stage 1 with weight of shape (7, 8), float32; rank 0"),
+        ("one rank differs", "the ranks disagree: rank 2 brought stage 1.weight of shape (7, 8), float32; rank 0"),
         (
             "schedules differ",
             "the ranks disagree: rank 0 brought the schedule one_f_one_b for 4 micro-batches; rank 1 brought",

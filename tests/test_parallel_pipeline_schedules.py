@@ -290,6 +290,15 @@ def test_a_cell_that_is_no_action_is_named(tmp_path):
             pipeline.load_csv(path)
 
 
+def test_what_a_file_may_hold(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text("0F0,(0F1;1B0)OVERLAP_F_B\n\n1F0,,1B0\n\n \n")
+    assert texts(pipeline.load_csv(path)) == (("0F0", "0F1", "1B0"), (), ("1F0", "1B0"))  # no ranks at the end
+    path.write_text("0F0,0B0\n1F0;1B0\n")
+    with pytest.raises(ValueError, match='table.csv, line 2: "1F0;1B0" is no action'):
+        pipeline.load_csv(path)
+
+
 # ---- what can be run, and what cannot --------------------------------------------------------------------------------
 
 
@@ -411,6 +420,12 @@ def test_more_buffers_never_hurt(schedule, buffers):
     assert runs(buffers) <= runs(buffers + 1)
 
 
+@pytest.mark.parametrize("buffers", [-1, 0.5])
+def test_buffers_are_counted(buffers):
+    with pytest.raises(ValueError, match=f"buffers={buffers}: give how many messages"):
+        validate(make("gpipe", 2, 2), buffers)
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_pipeline_of_nothing_is_refused(name):
     for ranks, micro_batches in ((0, 1), (1, 0), (-1, 2)):
@@ -488,6 +503,34 @@ def test_a_table_that_stops_half_way_is_not_simulated():
 def test_a_list_of_times_needs_one_for_each_stage():
     with pytest.raises(ValueError, match="F has 3 values, and the schedule has 2 stages"):
         simulate(make("gpipe", 2, 2), Cost(F=[1, 2, 3]))
+
+
+@pytest.mark.parametrize("rows", [(), ("0F0 0B0", "")])
+def test_a_table_with_nothing_to_do_is_not_simulated(rows):
+    with pytest.raises(ValueError, match=r"cannot be run to its end; validate\(schedule\) says why"):
+        simulate(table(*rows))
+
+
+def test_a_table_without_a_stage_is_not_simulated():
+    with pytest.raises(ValueError, match="mine has 3 stages, and no rank does anything for stage 1"):
+        simulate(table("0F0 0B0", "2F0 2B0"))
+
+
+@pytest.mark.parametrize(
+    "cost, said",
+    [
+        (dict(F=-1), "F=-1: -1 is not a number from 0 on"),
+        (dict(I=[1, float("nan")]), r"I=\[1, nan\]: nan is not a number from 0 on"),
+        (dict(W=float("inf")), "W=inf: inf is not a number"),
+        (dict(F="12"), "F='12': '1' is not a number"),
+        (dict(send=-5), "send=-5: -5 is not a number from 0 on"),
+        (dict(F=0, I=[0, 0], W=0), "F, I and W are 0 in every stage"),
+        (dict(kept_for_w=[1, 5]), "kept_for_w is 5 and activation 1 in stage 1; what is kept is part of it"),
+    ],
+)
+def test_costs_that_cannot_be(cost, said):
+    with pytest.raises(ValueError, match=said):
+        simulate(make("zero_bubble_h1", 2, 2), Cost(**cost))
 
 
 def test_a_grid():
@@ -611,3 +654,6 @@ def test_stages_that_cannot_be_cut():
             pipeline.cut(layers, stages)
     with pytest.raises(ValueError, match="3 weights for 2 layers"):
         pipeline.cut(layers, 2, [1, 2, 3])
+    for wrong in (float("nan"), float("inf"), -1):
+        with pytest.raises(ValueError, match=f"layer 1 weighs {wrong}; a weight is a number from 0 on"):
+            pipeline.cut(layers, 2, [1, wrong])

@@ -266,6 +266,9 @@ def sharded_optimizer_of(kind):
         case "zero-2":
             optimizer = ShardedOptimizer([a], sgd)
             return error_of(DataParallel, nn.Linear(2, 2), sharded_optimizer=optimizer)
+        case "zero-2 on some":
+            optimizer = ShardedOptimizer((module := nn.Linear(2, 2)).parameters(), sgd)
+            return error_of(DataParallel, module, sharded_optimizer=None if odd else optimizer)
 
 
 @pytest.mark.parametrize(
@@ -284,11 +287,24 @@ def sharded_optimizer_of(kind):
         "later": "rank 1 brought lr=1.1; rank 0 brought lr=0.1",
         "load": "has groups of [2] parameters, and the state is of [1]",
         "zero-2": "rank 0 brought a sharded optimizer of other parameters",
+        "zero-2 on some": "rank 1 brought no sharded optimizer; rank 0 brought a sharded optimizer that gives weight",
     }.items(),
 )
 def test_sharded_optimizers_that_are_refused(worlds, kind, text):
     errors = worlds[4].run(sharded_optimizer_of, kind)
     assert len(set(errors)) == 1 and errors[0].startswith("ValueError: ") and text in errors[0]
+
+
+def test_a_sharded_optimizer_of_another_group_is_refused(worlds):
+    def step():
+        pairs = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+        module = nn.Linear(2, 2)  # the weight is rank 0's, the bias rank 1's
+        optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD)
+        return error_of(DataParallel, module, group=pairs[dist.get_rank() % 2], sharded_optimizer=optimizer)
+
+    for rank, error in enumerate(worlds[4].run(step)):
+        odd, pair = ("bias to rank 1", "[0, 2]") if rank % 2 == 0 else ("weight to rank 0", "[1, 3]")
+        assert f"a sharded optimizer that gives {odd}, which is not in the group {pair}; make it with the same" in error
 
 
 # ---- ZeRO-2 ----------------------------------------------------------------------------------------------------------
@@ -330,17 +346,90 @@ def test_zero_2(worlds, n):
 
 
 def test_zero_2_wants_zero_grad(worlds):
-    def step():
-        module = nn.Linear(2, 2)
-        model = DataParallel(module, sharded_optimizer=ShardedOptimizer(module.parameters(), torch.optim.SGD))
-        for _ in range(2):
-            loss = model(torch.ones(1, 2)).sum()
-            error = error_of(loss.backward)
-            model.finish_gradient_synchronization() if error is None else None
-        return error
+    """Only rank 0 owns a parameter, so only it can see that something is wrong: all raise."""
 
-    outs = worlds[1].run(step)
-    assert "zero_grad() after each step" in outs[0]
+    def step(ahead):
+        module = nn.Linear(2, 2, bias=False)
+        model = DataParallel(module, sharded_optimizer=ShardedOptimizer(module.parameters(), torch.optim.SGD))
+        losses = [model(torch.ones(1, 2)).sum() for _ in range(ahead)]
+        losses.pop().backward()
+        model.finish_gradient_synchronization()
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+        return error_of(losses.pop().backward if losses else model, *[] if ahead > 1 else [torch.ones(1, 2)])
+
+    text = "ValueError: DataParallel: rank 0 has last step's sums in .grad, and with a sharded optimizer no new"
+    for n in (1, 3):
+        outs = worlds[n].run(step, 1)
+        assert len(set(outs)) == 1 and outs[0].startswith(text) and "zero_grad() after each step" in outs[0]
+    # A forward() before the step could not tell. Then the owner does, and the others wait for it: on one rank.
+    assert worlds[1].run(step, 2)[0].startswith(text.replace("Value", "Runtime"))
+
+
+def test_zero_2_takes_gradients_that_are_set_to_zero(worlds):
+    def step(set_to_none):
+        n, rank = dist.get_world_size(), dist.get_rank()
+        torch.manual_seed(3)
+        module = Mixed()
+        optimizer = ShardedOptimizer(module.parameters(), torch.optim.Adam, lr=0.01)
+        model = DataParallel(module, sharded_optimizer=optimizer)
+        x, y = batch()
+        for _ in range(3):
+            loss_of(model, x.chunk(n)[rank], y.chunk(n)[rank]).backward()
+            model.finish_gradient_synchronization()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none)
+        return weights(module)
+
+    assert all(relative(*both) == 0 for both in zip(worlds[3].run(step, True), worlds[3].run(step, False)))
+
+
+def clipped(wrap, model_of, max_norm):
+    """The norm over that of one process, how far the weights are after 3 clipped steps, and the bytes of a clip."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(3)
+    alone = model_of()
+    model, ours = wrap(copy.deepcopy(alone))
+    theirs = torch.optim.SGD(alone.parameters(), lr=0.5)
+    x, y = batch()
+    for _ in range(3):
+        ours.zero_grad()
+        theirs.zero_grad()
+        loss_of(alone, x, y).backward()
+        loss_of(model, x.chunk(n)[rank], y.chunk(n)[rank]).backward()
+        model.finish_gradient_synchronization()
+        with torch.no_grad():
+            model(x)  # an evaluation in between changes nothing
+        norm = nn.utils.clip_grad_norm_(alone.parameters(), max_norm)
+        with ledger() as led:
+            ratio = model.clip_gradients(max_norm) / norm
+        ours.step()
+        theirs.step()
+    is_whole = isinstance(model, DataParallel)
+    ours = weights(model.module) if is_whole else model.gather_full_params()
+    return ratio.item(), relative(ours, weights(alone)), led.calls
+
+
+def zero_2(module):
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.5)
+    return DataParallel(module, sharded_optimizer=optimizer), optimizer
+
+
+def zero_3(module):
+    model = FullyShardedDataParallel(module)
+    return model, torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+@pytest.mark.parametrize("wrap", [zero_2, zero_3])
+def test_clipping_as_on_one_process(worlds, wrap):
+    """Mixed has a parameter that nobody uses; of one weight, all but one rank own nothing."""
+    cases = (Mixed, 0.05), (Mixed, 100.0), (lambda: nn.Linear(WIDTH, WIDTH, bias=False), 0.05)
+    for n in (1, 3):
+        for outs in worlds[n].run(lambda: [clipped(wrap, *case) for case in cases]):
+            for ratio, off, calls in outs:
+                assert abs(ratio - 1) <= 1e-5 and off <= 1e-5
+                assert [(call.name, call.elements, call.dtype) for call in calls] == [("all_reduce", 1, "float64")]
 
 
 # ---- ZeRO-3: modules -------------------------------------------------------------------------------------------------
@@ -930,12 +1019,7 @@ def test_an_optimizer_made_before_wrapping_and_clipping(worlds):
             loss_of(model, x.chunk(n)[rank], y.chunk(n)[rank]).backward()
             model.finish_gradient_synchronization()
             expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-            # The norm of all gradients from those of the shards; then each rank scales its own.
-            shards = [p.grad for p in model.parameters() if p.grad is not None]
-            total = torch.stack([g.square().sum() for g in shards]).sum()
-            dist.all_reduce(total)
-            nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, total.sqrt())
-            assert abs(total.sqrt() / expected - 1) < 1e-5
+            assert abs(model.clip_gradients(0.1) / expected - 1) < 1e-5
             ours.step()
             theirs.step()
         return relative(model.gather_full_params(), weights(alone))
@@ -1051,6 +1135,10 @@ def test_fully_sharded_that_is_refused(worlds):
                 model = FullyShardedDataParallel(deep_mlp(2, 2))
                 model.module[0].weight.requires_grad_(False)
                 return error_of(model, torch.ones(1, 2))
+            case "batch norm":
+                layers = nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False), nn.BatchNorm1d(2)
+                FullyShardedDataParallel(copy.deepcopy(nn.Sequential(*layers[:2])), torch.bfloat16)(torch.ones(2, 2))
+                return error_of(FullyShardedDataParallel, nn.Sequential(*layers), torch.bfloat16)
             case "unfinished":
                 model = FullyShardedDataParallel(deep_mlp(2, 2))
                 model(torch.ones(1, 2)).sum().backward()
@@ -1071,6 +1159,7 @@ def test_fully_sharded_that_is_refused(worlds):
         "device": "rank 0 has 0.weight on cpu and 1.weight on meta; move the module to one device first.",
         "again": "rank 0 brought a module that is sharded already; build it anew, and wrap that.",
         "changed": "parameter 0.weight was added, removed, replaced, frozen",
+        "batch norm": "rank 0 brought 2, a BatchNorm1d with running means in torch.float32, and compute_dtype=torch.",
         "unfinished": "call finish_gradient_synchronization() after a backward pass, before the next forward().",
         "second backward": "a second backward pass; call finish_gradient_synchronization() after each.",
     }.items():
@@ -1122,6 +1211,7 @@ def test_slices_are_not_overwritten(worlds):
         same = relative(weights(split), before) == 0 and relative(gather_full_state_dict(split), weights(whole)) == 0
         loss_of(model := wrapper(split, group=across), torch.ones(1, 4), torch.zeros(1, 4)).backward()
         model.finish_gradient_synchronization()
+        assert "hold different slices of 0, and their norm is of all" in error_of(model.clip_gradients, 1.0)
         return errors, same
 
     for wrapper in (DataParallel, FullyShardedDataParallel):

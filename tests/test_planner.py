@@ -646,6 +646,12 @@ def test_the_best_interval_is_the_best_and_more_gpus_are_useful_for_less():
     r = reliability(16384)
     for times in (0.5, 2):
         assert reliability(16384, interval=times * r.interval).goodput < r.goodput
+    for c, gpus in itertools.product((1, 10, 60, 300), (1, 1000, 16384, 131_072, 1_000_000)):  # C / M: 6e-9 to 1.6
+        r = reliability(gpus, checkpoint_seconds=c)
+        tried = [reliability(gpus, checkpoint_seconds=c, interval=r.interval * k / 100).goodput for k in range(25, 401)]
+        assert max(tried) < 1.001 * r.goodput, (c, gpus)
+    m = r.seconds_between_failures  # from C = 2 M on, M itself
+    assert reliability(1_000_000, checkpoint_seconds=2.1 * m).interval == m
     goodput = [reliability(n).goodput for n in (1, 1000, 10_000, 100_000, 10_000_000)]
     assert goodput == sorted(goodput, reverse=True) and goodput[-1] == pytest.approx(0, abs=1e-3)
 
@@ -662,12 +668,27 @@ def test_growth_of_the_same_batch_is_less_efficient_than_of_a_growing_one():
     assert all(a.efficiency < b.efficiency for a, b in zip(same[1:], grown[1:]))
 
 
+def test_growth_starts_where_estimate_is_and_keeps_what_was_not_given():
+    m, cluster = preset("llama3-8b"), Cluster("H100", 32)
+    for layout in (Layout(tp=4, pp=2, zero_stage=1), Layout(tp=4, pp=2, zero_stage=1, micro_batch=2)):
+        alone = estimate(m, cluster, layout)
+        batch = alone.layout.global_batch
+        same, grown = (grow(m, cluster, layout, [32, "64"], same_batch=same) for same in (True, False))
+        assert same[0] == grown[0] and same[0].estimate == alone
+        assert [s.estimate.layout.global_batch for s in same] == [batch, batch]
+        assert [s.estimate.layout.global_batch for s in grown] == [batch, 2 * batch]
+        assert [s.reliability.gpus for s in grown] == [s.estimate.cluster.gpus for s in same] == [32, 64]
+
+
 def test_two_sites_exchange_four_bytes_a_parameter():
     e = estimate(preset("llama3-405b"), Cluster("H100", 16384), LLAMA_405B)
     s = two_sites(e, gbps=800, round_trip_ms=0)
     assert s.exchange_seconds == pytest.approx(4 * e.model.parameters / 100e9)
     assert s.step_seconds == pytest.approx(e.step_seconds + s.exchange_seconds)
-    assert two_sites(e, gbps=800, every=s.enough).slowdown <= 1.06 < two_sites(e, 800, every=s.enough // 2).slowdown
+    for loss in (0.01, 0.05, 0.5):
+        n = two_sites(e, 800, loss=loss).enough
+        assert two_sites(e, 800, every=n).slowdown <= 1 + loss < two_sites(e, 800, every=n - 1).slowdown
+    assert two_sites(e, gbps="800", round_trip_ms="50") == two_sites(e, 800)
     assert two_sites(e, gbps=1e6, hidden=True).slowdown == 1
 
 
@@ -753,8 +774,29 @@ def test_other_bad_input():
         two_sites(planned(), gbps=0)
     with pytest.raises(ValueError, match="mtbf_hours must be a number above 0"):
         reliability(8, mtbf_hours=-1)
-    with pytest.raises(ValueError, match="4096 GPUs are no multiple of tp x pp x cp = 3"):
-        grow(preset("llama3-8b"), Cluster("H100", 24), Layout(tp=3), [4096])
+    with pytest.raises(ValueError, match="24 GPUs are no multiple of tp x pp x cp = 8 x 2"):
+        grow(preset("llama3-8b"), Cluster("H100", 16), Layout(tp=8, pp=2), [24])
+    with pytest.raises(ValueError, match="gpus must be a whole number of at least 1, and is 'many'"):
+        grow(preset("llama3-8b"), Cluster("H100", 16), Layout(tp=8, pp=2), ["many"])
+
+
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        (dict(gbps=0), "gbps must be a number above 0, and is 0."),
+        (dict(round_trip_ms=-1e6), "round_trip_ms must be a number of at least 0, and is -1000000.0."),
+        (dict(round_trip_ms=math.nan), "round_trip_ms must be a number of at least 0, and is nan."),
+        (dict(round_trip_ms="soon"), "round_trip_ms must be a number of at least 0, and is 'soon'."),
+        (dict(loss=2), "loss must be a number above 0 and below 1, and is 2."),
+        (dict(loss=0), "loss must be a number above 0 and below 1, and is 0."),
+        (dict(every=0.5), "every must be a whole number of at least 1, and is 0.5."),
+        (dict(one=planned(tp=8)), "each of two sites has half of the data-parallel ranks, and dp 1 is odd."),
+    ],
+)
+def test_two_sites_refuse_what_makes_no_sense(wrong, says):
+    with pytest.raises(ValueError) as error:
+        two_sites(**{"one": planned(), "gbps": 800} | wrong)
+    assert str(error.value) == says
 
 
 def test_cells_of_a_table_may_be_strings_floats_and_empty():
@@ -840,6 +882,54 @@ def test_the_command_line_searches_and_says_what_is_wrong(capsys):
     assert "--best needs --global-batch" in capsys.readouterr().err
     assert main("--gpu V100".split()) == 2
     assert capsys.readouterr().err.startswith("no figures for 'V100'")
+
+
+@pytest.mark.parametrize(
+    "told, wanted",
+    [
+        ("--tp 4 --recompute full", dict(tp=4, recompute="full")),
+        ("--pp 4 --virtual-stages 2 --micro-batch 2", dict(pp=4, virtual_stages=2, micro_batch=2)),
+        ("--cp 2 --zero-stage 2", dict(cp=2, zero_stage=2)),
+        ("--pp 2 --zero-stage 3", dict(pp=2, zero_stage=3)),
+        ("--zero-stage 0 --attention unfused", dict(zero_stage=0, attention="unfused")),
+        ("--model mixtral-8x7b --ep 8 --precision fp8", dict(ep=8, precision="fp8")),
+    ],
+)
+def test_a_search_from_the_command_line_keeps_what_it_is_told(told, wanted, capsys):
+    assert main(f"--gpus 16 --global-batch 64 --best --json {told}".split()) == 0
+    found = json.loads(capsys.readouterr().out)["best"]
+    assert found and all(e["layout"] | wanted == e["layout"] for e in found)
+
+
+def test_a_search_is_the_librarys_and_says_why_nothing_is_left(capsys):
+    assert main("--gpus 8 --global-batch 48 --best --tp 4 --micro-batch 3 --recompute full".split()) == 0
+    plans = best(preset("llama3-8b"), Cluster("H100", 8), 48, tp=[4], micro_batches=[3], recompute=["full"])
+    assert plans and capsys.readouterr().out.startswith(plans.table() + "\n")
+    for told, why in (
+        ("--pp 1 --virtual-stages 2", "without a pipeline there are no virtual stages, and 2 are asked for."),
+        ("--pp 8 --virtual-stages 3", "32 layers do not divide over 8 stages of 3 parts each; virtual_stages can be 1"),
+        ("--tp 1 --pp 1 --cp 1 --micro-batch 3", "global_batch must be a multiple of dp x micro_batch = 8 x 3"),
+        ("--tp 3", "tp x pp x cp = 3 x 1 x 1 = 3 does not divide the cluster's 8 GPUs."),
+    ):
+        assert main(f"--gpus 8 --global-batch 64 --best {told}".split()) == 0
+        out = capsys.readouterr().out
+        assert " 0 fit" in out and f" x {why}" in out
+    for told, why in (
+        ("--dp 2", "--best takes no --dp: it is what tp, pp and cp leave"),
+        ("--shard 2", "--best takes no --shard: groups of shards are not searched"),
+        ("--tp x", "tp must be a whole number of at least 1, and is 'x'."),
+        ("--zero-stage 4", "zero_stage must be 0, 1, 2 or 3, and is 4."),
+    ):
+        assert main(f"--gpus 8 --global-batch 64 --best {told}".split()) == 2
+        assert capsys.readouterr().err.startswith(why)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGPIPE")
+def test_a_reader_that_has_enough_ends_it_in_silence():
+    words = [sys.executable, "-m", "lecture_lib.planner", "--gpus", "8", "--global-batch", "64", "--best"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()  # long before the first line
+        assert process.stderr.read() == b"" and process.wait(timeout=60) != 0
 
 
 def test_planning_loads_neither_torch_nor_scipy():

@@ -80,7 +80,9 @@ def refusal(why: str) -> Figure:
 class LayoutExplorer(widgets.VBox):
     """Controls for model, cluster and layout above the time and the memory that they give."""
 
-    def __init__(self, model: str = "llama3-405b", gpu: str = "H100", gpus: int = 16384, global_batch: int = 2048):
+    def __init__(
+        self, model: str = "llama3-405b", gpu: str = "H100", gpus: int = 16384, global_batch: int = 2048, v: int = 8
+    ):
         powers = [2**i for i in range(15)]
         models = ["llama3-8b", "llama2-13b", "llama3-70b", "gpt3-175b", "llama3-405b"]
         chips = ["A100-40GB", "A100", "H100", "H200", "B200", "GB200"]
@@ -91,7 +93,7 @@ class LayoutExplorer(widgets.VBox):
         self.tp = slide(options=powers[:7], value=8, description="tp")
         self.pp = slide(options=powers[:8], value=16, description="pp")
         self.cp = slide(options=powers[:5], value=1, description="cp")
-        self.parts = slide(options=powers[:4], value=8, description="v")
+        self.parts = slide(options=powers[:4], value=v, description="v")
         self.micro_batch = slide(options=powers[:5], value=1, description="micro-batch")
         self.global_batch = slide(options=powers, value=global_batch, description="batch")
         self.zero = choose(options=[0, 1, 2, 3], value=1, description="ZeRO")

@@ -67,7 +67,16 @@ def _queued() -> float:
 
 
 def _stacks() -> dict[int, list]:
-    return {ident: list(traceback.walk_stack(frame)) for ident, frame in sys._current_frames().items()}
+    """Of each thread, by its number. None may run meanwhile: frames of a thread that has gone on are no stack."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1)
+    try:
+        for _ in range(10):
+            with contextlib.suppress(AttributeError):  # one was just about to run
+                return {ident: list(traceback.walk_stack(frame)) for ident, frame in sys._current_frames().items()}
+        return {ident: [(frame, frame.f_lineno)] for ident, frame in sys._current_frames().items()}
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def _in_threads(stacks: dict[int, list]) -> bool:

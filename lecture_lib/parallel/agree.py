@@ -4,8 +4,9 @@ A rank with one parameter more would make the others wait for ever, or add up te
 every wrapper compares what the ranks bring when it is built: a few bytes a rank, and only if they differ the details.
 """
 
+import functools
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,14 @@ def describe(tensor: torch.Tensor) -> str:
     return f"shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
 
 
+def name_of(function: Callable) -> str:
+    """ "ring_attention", of a partial "ring_attention(tile=4)": the same on every rank, as no address is in it."""
+    if isinstance(function, functools.partial):
+        options = [*map(repr, function.args), *(f"{name}={value!r}" for name, value in function.keywords.items())]
+        return f"{name_of(function.func)}({', '.join(options)})"
+    return getattr(function, "__name__", type(function).__name__)
+
+
 def several_devices(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     """The problem, for ``agree``, if not all of these (name, tensor) are on one device."""
     first = None
@@ -64,15 +73,24 @@ def split_among(module: nn.Module, group: dist.ProcessGroup | None = None) -> st
     """The problem, for ``agree``, if ranks of this group hold different slices of a part of the module: they cannot all
     take the first rank's parameters, nor average their gradients."""
     ranks = set(dist.get_process_group_ranks(group or dist.group.WORLD))
+    for name, holders in split_parts(module):
+        both = sorted(ranks & set(holders))
+        if len(both) > 1:
+            return (
+                f"brought {name}, of which ranks {', '.join(map(str, both))} hold different slices; give a group of "
+                "ranks that hold the same slices, such as the data-parallel axis of a mesh (for experts use "
+                "lecture_lib.parallel.expert.average_gradients)."
+            )
+    return None
+
+
+def split_parts(module: nn.Module) -> Iterator[tuple[str, list[int]]]:
+    """The name of each part of which ranks hold different slices, and these ranks."""
     for name, part in module.named_modules():
         if hasattr(part, "sharded") and hasattr(part, "group"):  # one of ours that is split over part.group
-            both = sorted(ranks & set(dist.get_process_group_ranks(part.group or dist.group.WORLD)))
-            if len(both) > 1:
-                return (
-                    f"brought {name or 'a layer'}, of which ranks {', '.join(map(str, both))} hold different slices; "
-                    "give a group of ranks that hold the same slices, such as the data-parallel axis of a mesh."
-                )
-    return None
+            ranks = dist.get_process_group_ranks(part.group or dist.group.WORLD)
+            if len(ranks) > 1:
+                yield name or "a layer", ranks
 
 
 @torch.no_grad()

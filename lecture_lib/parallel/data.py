@@ -11,6 +11,7 @@ their average. Sending it costs 2 (n-1)/n bytes for each byte of gradient, whate
 
 import contextlib
 import functools
+import numbers
 import weakref
 from collections.abc import Iterator
 
@@ -20,17 +21,53 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
-from lecture_lib.parallel.agree import agree, broadcast_from_first, facts_of, several_devices, split_among, unchanged
+from lecture_lib.parallel.agree import (
+    agree,
+    broadcast_from_first,
+    facts_of,
+    several_devices,
+    split_among,
+    split_parts,
+    unchanged,
+)
 
 
 def average_gradients(module: nn.Module, group: ProcessGroup | None = None) -> None:
     """Replace every .grad by its average over the ranks; to be called between backward() and step().
 
     All ranks must have used the same parameters. Sends 2 (n-1)/n bytes for each byte of gradient.
+
+    Raises ValueError, before anything is sent, if these ranks hold different slices of a part of the module: experts,
+    which have an ``average_gradients`` of their own, in ``lecture_lib.parallel.expert``, or tensor-parallel layers.
     """
+    if problem := split_among(module, group):
+        raise ValueError(f"average_gradients: every rank {problem}")
     for parameter in module.parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad, op=ReduceOp.AVG, group=group)
+
+
+@torch.no_grad()
+def clip_to_norm(
+    module: nn.Module, max_norm: float, group: ProcessGroup | None = None, *, gradients_are_split: bool
+) -> Tensor:
+    """What ``clip_gradients`` of the wrappers does: the norm before, (), on every rank.
+
+    If the gradients are split, each element on one rank, the sums of squares are added up: an all-reduce of 8 bytes.
+    """
+    for name, ranks in split_parts(module):
+        raise ValueError(
+            f"clip_gradients: ranks {', '.join(map(str, ranks))} hold different slices of {name}, and their norm is of "
+            "all slices; use lecture_lib.parallel.mesh.ParallelTransformer, whose clip_gradients() knows who has what."
+        )
+    parameters = list(module.parameters())
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if gradients_are_split:
+        squares = norm.to(next(iter(parameters), norm).device, torch.float64) ** 2
+        dist.all_reduce(squares, group=group)
+        norm = squares.sqrt().float()
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
 
 
 # ---- the batch -------------------------------------------------------------------------------------------------------
@@ -55,6 +92,8 @@ def sharded_batches(
     problem = None
     if len(set(rows)) != 1:
         problem = f"brought tensors of {rows} rows; they must have one row for each sample."
+    elif not all(isinstance(number, numbers.Integral) for number in (batch_size, epoch, seed)) or min(epoch, seed) < 0:
+        problem = f"asked for {batch_size=}, {epoch=}, {seed=}; they are whole numbers, and none is below 0."
     elif batch_size < 1 or batch_size % n:
         near = max(n, batch_size // n * n)
         problem = f"asked for batches of {batch_size}, which {n} ranks cannot share equally; {near} would do."
@@ -84,6 +123,7 @@ class Bucket:
         self.flat: Tensor | None = None  # (elements,)
         self.slots: dict[nn.Parameter, Tensor] = {}  # for each its part of flat, in its shape
         self.work: Work | None = None  # the collective, once begun
+        self.holds_sums = False  # of the step before, on the owner, unless zero_grad() has been called since
 
     def add(self, parameter: nn.Parameter) -> None:
         self.parameters.append(parameter)
@@ -96,10 +136,8 @@ class Bucket:
             self.flat = self.parameters[0].detach().new_empty(sum(sizes))
             self.slots = {p: part.view(p.shape) for p, part in zip(self.parameters, self.flat.split(sizes))}
         slot, gradient = self.slots[parameter], parameter.grad
-        if self.owner is not None and gradient is slot:
-            raise RuntimeError(
-                "this gradient is last step's sum; with a sharded optimizer, zero_grad() after each step."
-            )
+        if self.holds_sums and gradient is slot:  # only for a forward() before the step, which could not tell
+            raise RuntimeError(f"DataParallel: rank {dist.get_rank()} {NO_ZERO_GRAD}")
         parameter.grad = slot
         put_gradient(gradient, slot, scale)
 
@@ -115,6 +153,13 @@ class Bucket:
                 parameter.grad = None
         if not mine:
             self.flat, self.slots = None, {}
+        self.holds_sums = mine and self.owner is not None
+
+
+NO_ZERO_GRAD = (
+    "has last step's sums in .grad, and with a sharded optimizer no new gradient can be added to them; call "
+    "zero_grad() after each step (its default, set_to_none=True, also frees them)."
+)
 
 
 def fill_buckets(parameters: list[nn.Parameter], limit: float, owner_of) -> list[Bucket]:
@@ -171,11 +216,16 @@ class DataParallel(nn.Module):
                 0 sends each alone
     group:      the ranks that share the batch; all ranks if None
     sharded_optimizer: a ShardedOptimizer of the same parameters. Each gradient then goes only to the rank that updates
-                the parameter, and the others drop theirs (ZeRO-2; call ``zero_grad()`` after each step)
+                the parameter, and the others drop theirs (ZeRO-2; call ``zero_grad()`` after each step, which the
+                ranks compare in forward(): 16 bytes a rank, and the ledger leaves them out)
 
     Frozen parameters are left out. A parameter that no rank used in a step keeps .grad None; one that some ranks used
     counts as zero on the others. In training, buffers (running means of batch norm) take the first rank's values before
-    each forward pass.
+    each forward pass: in place, so of two forward() before the backward pass of the first, the second may change a
+    buffer that the first one's graph still needs, which backward() refuses.
+
+    To clip gradients use ``clip_gradients()``. With a sharded optimizer ``torch.nn.utils.clip_grad_norm_`` sees only
+    what this rank owns: every rank would clip by a norm of its own, and nothing would say so.
 
     Sends, in a step, 2 (n-1)/n bytes for each byte of gradient; with a sharded optimizer (n-1)/n, on average over the
     ranks. The averaged .grad are views of the buckets: the next step overwrites them.
@@ -190,15 +240,26 @@ class DataParallel(nn.Module):
         self.module, self.group = module, group
         problem = several_devices([*module.named_parameters(), *module.named_buffers()]) or split_among(module, group)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        owner_of = sharded_optimizer.owner_of if sharded_optimizer else lambda _: None
-        if sharded_optimizer and any(owner_of(parameter) is None for parameter in trained):
-            problem = "brought a sharded optimizer of other parameters; make it from the parameters of this module."
-        agree("DataParallel", [f"bucket_mb={bucket_mb}", *facts_of(module)], group, problem)
+        owner_of, owners = (lambda _: None), ["no sharded optimizer"]
+        if sharded_optimizer:
+            owner_of, ranks = sharded_optimizer.owner_of, dist.get_process_group_ranks(group or dist.group.WORLD)
+            named = [(name, owner_of(p)) for name, p in module.named_parameters() if p.requires_grad]
+            owners = [f"a sharded optimizer that gives {name} to rank {owner}" for name, owner in named]
+            for name, owner in named:
+                if owner is None:
+                    problem = "brought a sharded optimizer of other parameters; make it from this module's parameters."
+                elif owner not in ranks:
+                    problem = (
+                        f"brought a sharded optimizer that gives {name} to rank {owner}, which is not in the group "
+                        f"{ranks}; make it with the same group."
+                    )
+        agree("DataParallel", [f"bucket_mb={bucket_mb}", *owners, *facts_of(module)], group, problem)
         broadcast_from_first([*module.parameters(), *module.buffers()], group)
 
         self._check_unchanged = unchanged("DataParallel", module)
         self._scale = 1 / dist.get_world_size(group)
         self._synchronize = True
+        self._is_sharded = sharded_optimizer is not None
         self._buckets = fill_buckets(trained, 1e6 * bucket_mb, owner_of)
         self._begun = 0  # how many of the buckets are on their way
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
@@ -208,9 +269,19 @@ class DataParallel(nn.Module):
 
     def forward(self, *args, **kwargs):
         self._check_unchanged()
+        if self._is_sharded and self._synchronize and torch.is_grad_enabled():
+            self._check_zero_grad()
         if self._synchronize and self.module.training:
             broadcast_from_first(list(self.module.buffers()), self.group)
         return self.module(*args, **kwargs)
+
+    def _check_zero_grad(self) -> None:
+        """Only the owner of a parameter can see that its gradient is last step's sum: it tells all others."""
+        held = [(p, slot) for bucket in self._buckets if bucket.holds_sums for p, slot in bucket.slots.items()]
+        stale = any(p.grad is slot and slot.any() for p, slot in held)
+        agree("DataParallel", [], self.group, NO_ZERO_GRAD if stale else None)
+        for bucket in self._buckets:
+            bucket.holds_sums = False
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -259,6 +330,15 @@ class DataParallel(nn.Module):
             bucket.wait()
             bucket.ready.clear()
         self._begun = 0
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm, that of all parameters together, is at most ``max_norm``. Returns the
+        norm before, (), on every rank. After finish_gradient_synchronization(); every rank calls it.
+
+        Sends nothing; with a sharded optimizer an all-reduce of 8 bytes. Raises ValueError for a module that is split
+        over other ranks.
+        """
+        return clip_to_norm(self.module, max_norm, self.group, gradients_are_split=self._is_sharded)
 
     def state_dict(self, *args, **kwargs):
         return self.module.state_dict(*args, **kwargs)

@@ -21,6 +21,7 @@ their experts, and back (Lepikhin et al. 2020, GShard, section 3.2):
 """
 
 import math
+import numbers
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,9 @@ class MoE(nn.Module):
 
     In general, for the first S: the copies that leave this rank; for the second: those that it computed for others.
 
+    ``torch.utils.checkpoint`` with use_reentrant=True runs forward() without gradients: ``balance`` then is a number
+    that the router does not learn from. Use use_reentrant=False.
+
     Raises ValueError for a top_k or capacity_factor that cannot be.
     """
 
@@ -68,9 +72,9 @@ class MoE(nn.Module):
         capacity_factor: float | None = None,
     ):
         super().__init__()
-        if not 1 <= top_k <= experts:
+        if not isinstance(top_k, numbers.Integral) or not 1 <= top_k <= experts:
             raise ValueError(f"MoE: a token cannot use {top_k} of {experts} experts; top_k has to be 1 to {experts}.")
-        if capacity_factor is not None and capacity_factor <= 0:
+        if capacity_factor is not None and not 0 < capacity_factor < math.inf:  # nan is neither
             raise ValueError(f"MoE: capacity_factor={capacity_factor} has to be above 0, or None to drop nothing.")
         self.top_k, self.renormalize, self.capacity_factor = top_k, renormalize, capacity_factor
         self.router = nn.Linear(hidden, experts, bias=False)

@@ -2,19 +2,26 @@
 
     python -m lecture_lib.planner --model llama3-405b --gpu h100 --gpus 16384 --tp 8 --pp 16 --global-batch 2048
 
-prints both by part. With --best it searches: the ten fastest layouts, what they need, why others are out. With --json
-it prints the same for scripts.
+prints both by part. With --best it searches: the ten fastest layouts, what they need, why others are out. What is given
+of a layout stays as it is, and the rest is searched. With --json it prints the same for scripts.
 """
 
 import argparse
 import json
+import signal
 import sys
 
 from lecture_lib.planner.cluster import Cluster
 from lecture_lib.planner.estimate import estimate
 from lecture_lib.planner.layout import ATTENTION, PRECISIONS, RECOMPUTE, Layout
-from lecture_lib.planner.model import PRESETS, preset
-from lecture_lib.planner.search import best
+from lecture_lib.planner.model import PRESETS, Transformer, preset
+from lecture_lib.planner.numbers import whole
+from lecture_lib.planner.search import Plans, best
+
+AXES = ("dp", "tp", "pp", "cp", "ep", "shard", "virtual_stages", "micro_batch", "zero_stage", "recompute", "attention")
+# What each is called in a search; dp is what the other axes leave, and groups of shards are not searched.
+SEARCHED = {"tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep", "virtual_stages": "parts", "micro_batch": "micro_batches"}
+SEARCHED |= {"zero_stage": "zero_stages", "recompute": "recompute"}
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -27,19 +34,40 @@ def arguments() -> argparse.ArgumentParser:
     cluster.add_argument("--gpus-per-node")
     cluster.add_argument("--internode-gbps-per-gpu", metavar="GBPS", help="Gbit/s per direction")
     cluster.add_argument("--oversubscription", type=float, default=1.0)
-    layout = parser.add_argument_group("layout")
-    for axis in ("dp", "tp", "pp", "cp", "ep"):
-        layout.add_argument(f"--{axis}", default=None if axis == "dp" else "1")
+    layout = parser.add_argument_group("layout", "with --best, what is not given is searched")
+    layout.add_argument("--dp", help="what the other axes leave, if not given")
+    for axis in ("tp", "pp", "cp", "ep"):
+        layout.add_argument(f"--{axis}", help="1, if not given")
     layout.add_argument("--shard", help="ranks among which ZeRO shards; groups of so many replicate (HSDP)")
     for name in ("virtual-stages", "micro-batch", "global-batch"):
         layout.add_argument(f"--{name}")
-    layout.add_argument("--zero-stage", default="1")
-    layout.add_argument("--recompute", default="none", choices=RECOMPUTE)
+    layout.add_argument("--zero-stage", help="1, if not given")
+    layout.add_argument("--recompute", choices=RECOMPUTE, help="none, if not given")
     layout.add_argument("--precision", default="bf16", choices=PRECISIONS)
     layout.add_argument("--attention", choices=ATTENTION)
     parser.add_argument("--best", action="store_true", help="search all layouts for --global-batch sequences a step")
     parser.add_argument("--json", action="store_true")
     return parser
+
+
+def given(a: argparse.Namespace) -> dict[str, str]:
+    """What the command line says of the layout."""
+    return {name: value for name in AXES if (value := getattr(a, name)) is not None}
+
+
+def search(model: Transformer, cluster: Cluster, a: argparse.Namespace) -> Plans:
+    """The best layouts with what is given. Raises ValueError for what a search cannot be told."""
+    wanted = {"precision": a.precision}
+    for name, value in given(a).items():
+        if name in ("dp", "shard"):
+            why = "it is what tp, pp and cp leave" if name == "dp" else "groups of shards are not searched"
+            raise ValueError(f"--best takes no --{name}: {why}; leave out one of the two.")
+        if name == "attention":
+            wanted[name] = value
+        else:
+            least = 0 if name == "zero_stage" else 1
+            wanted[SEARCHED[name]] = [value if name == "recompute" else whole(name, value, least)]
+    return best(model, cluster, a.global_batch, **wanted)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -51,7 +79,7 @@ def main(words: list[str] | None = None) -> int:
         if a.best:
             if not a.global_batch:
                 raise ValueError("--best needs --global-batch, the sequences of one step.")
-            plans = best(model, cluster, a.global_batch, precision=a.precision)
+            plans = search(model, cluster, a)
             if a.json:
                 found = [e.as_dict() for e in plans[:10]]
                 print(json.dumps({"best": found, "fit": len(plans), "tried": plans.tried}, indent=2))
@@ -60,9 +88,8 @@ def main(words: list[str] | None = None) -> int:
                 for reason in plans.reasons()[:5]:
                     print(f"{reason.times:>6} x {reason.example}")
             return 0
-        names = ("dp", "tp", "pp", "cp", "ep", "shard", "virtual_stages", "micro_batch", "global_batch")
-        names += ("zero_stage", "recompute", "precision", "attention")
-        e = estimate(model, cluster, Layout(**{name: getattr(a, name) for name in names}))
+        layout = Layout(global_batch=a.global_batch, precision=a.precision, **{"zero_stage": 1} | given(a))
+        e = estimate(model, cluster, layout)
         print(json.dumps(e.as_dict(), indent=2) if a.json else e.table())
         return 0
     except ValueError as error:
@@ -71,4 +98,6 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):  # where it exists: end in silence when the reader has enough, as in "... | head"
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from lecture_lib.planner.cluster import Cluster
 from lecture_lib.planner.estimate import Estimate, estimate
 from lecture_lib.planner.failures import Reliability, reliability
-from lecture_lib.planner.layout import Layout
+from lecture_lib.planner.layout import Layout, complete
 from lecture_lib.planner.model import Transformer
-from lecture_lib.planner.numbers import positive, whole
+from lecture_lib.planner.numbers import not_negative, positive, whole
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,28 @@ def grow(
     same_batch: bool = True,
     **failures,
 ) -> list[Size]:
-    """``layout`` with more data-parallel ranks, on clusters of so many GPUs.
+    """``layout``, which runs on ``cluster``, with more data-parallel ranks, on clusters of so many GPUs.
 
-    same_batch: each rank gets less to do (strong scaling); otherwise the batch grows with the ranks. ``failures``: what
-    ``reliability`` takes. Raises ValueError where the layout's other axes, or the batch, do not divide.
+    same_batch: each rank gets less to do (strong scaling); otherwise the batch grows with the ranks. A batch that is
+    not given is the one that ``estimate`` takes on ``cluster``. ``failures``: what ``reliability`` takes. Raises
+    ValueError where the layout's other axes, or the batch, do not divide.
     """
+    (first, *_) = complete(model, cluster, layout)
+    if layout.global_batch is None:
+        layout = layout.with_(micro_batch=first.micro_batch, global_batch=first.global_batch)
     sizes: list[Size] = []
     for n in gpus:
-        bigger = replace(cluster, gpus=whole("gpus", n))
+        n = whole("gpus", n)
+        bigger = replace(cluster, gpus=n)
         dp, rest = divmod(n, layout.tp * layout.pp * layout.cp)
         if rest:
             raise ValueError(f"{n} GPUs are no multiple of tp x pp x cp = {layout.tp} x {layout.pp} x {layout.cp}.")
-        batch = layout.global_batch
-        if not same_batch:
-            batch = batch * dp // (layout.dp or cluster.gpus // (layout.tp * layout.pp * layout.cp))
+        batch = layout.global_batch if same_batch else layout.global_batch // first.dp * dp
         e = estimate(model, bigger, layout.with_(dp=dp, global_batch=batch))
         r = reliability(n, **failures)
         each = e.tokens_per_second_per_gpu * r.goodput
-        first = sizes[0].estimate.tokens_per_second_per_gpu * sizes[0].reliability.goodput if sizes else each
-        sizes.append(Size(e, r, each / first))
+        smallest = sizes[0].estimate.tokens_per_second_per_gpu * sizes[0].reliability.goodput if sizes else each
+        sizes.append(Size(e, r, each / smallest))
     return sizes
 
 
@@ -85,15 +88,20 @@ def two_sites(
 ) -> Sites:
     """What a link of ``gbps`` Gbit/s per direction, for all GPUs together, makes of a job that ``one`` cluster runs.
 
-    Within each site gradients are summed first. Then each site sends its sum to the other, float32: 4 bytes for each
+    Each site takes half of its data-parallel ranks and of its batch, and so as long for a step. Within each site
+    gradients are summed first. Then each site sends its sum to the other, float32: 4 bytes for each
     parameter, each way at the same time; every ``every`` steps (more than 1 is another algorithm, local SGD: Douillard
     et al., DiLoCo, 2023, https://arxiv.org/abs/2311.08105). ``hidden``: the exchange runs beside the next steps.
 
-    ``enough``: the smallest ``every`` that costs at most the share ``loss`` of the time, not hidden. Raises ValueError.
+    ``enough``: the smallest ``every`` with which the average step, not hidden, is at most 1 + ``loss`` times as long as
+    on one site. Raises ValueError for numbers that make no sense, and for an odd dp, which has no half.
     """
     rate, every = positive("gbps", gbps) * 1e9 / 8, whole("every", every)
-    exchange = 4 * one.model.parameters / rate + round_trip_ms / 1e3
+    loss = positive("loss", loss, below=1)
+    if one.layout.dp % 2:
+        raise ValueError(f"each of two sites has half of the data-parallel ranks, and dp {one.layout.dp} is odd.")
+    exchange = 4 * one.model.parameters / rate + not_negative("round_trip_ms", round_trip_ms) / 1e3
     step = one.step_seconds
     average = max(step, exchange / every) if hidden else step + exchange / every
-    enough = max(1, math.ceil(exchange / (positive("loss", loss) * step)))
+    enough = max(1, math.ceil(exchange / (loss * step)))
     return Sites(exchange, every, average, average / step, enough)

@@ -15,15 +15,29 @@ def whole(name: str, value, least: int = 1) -> int:
     return int(number)
 
 
-def positive(name: str, value) -> float:
-    """``value`` as a float above 0. Raises ValueError."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise ValueError(f"{name} must be a number above 0, and is {value!r}.")
+def positive(name: str, value, below: float = math.inf) -> float:
+    """``value`` as a float above 0 and less than ``below``. Raises ValueError."""
+    number = _number(value)
+    if not 0 < number < below:
+        limit = "" if below == math.inf else f" and below {below}"
+        raise ValueError(f"{name} must be a number above 0{limit}, and is {value!r}.")
     return number
+
+
+def not_negative(name: str, value) -> float:
+    """``value`` as a float of at least 0. Raises ValueError."""
+    number = _number(value)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{name} must be a number of at least 0, and is {value!r}.")
+    return number
+
+
+def _number(value) -> float:
+    """NaN, which is neither above nor below anything, for what is no number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def missing(value) -> bool:

@@ -107,8 +107,9 @@ def best(
     """All layouts that can run and fit, fastest first.
 
     tp, pp, cp, ep: sizes to try; if None, all divisors that make sense: tp inside a node, cp with pieces of 2,048
-    tokens or more. parts: virtual stages to try. zero_stages leave out 0, which is never better than 1. attention: the
-    kernel, the same for all. Raises ValueError for a batch or a precision that no layout could run with.
+    tokens or more. parts: virtual stages to try; micro_batches: powers of two up to 64, or one of any size. zero_stages
+    leave out 0, which is never better than 1; with a pipeline 3 is the same as 1, and tried only in its absence.
+    attention: the kernel, the same for all. Raises ValueError for a batch or a precision that no layout could run with.
     """
     constants = calibrated() if constants is None else constants
     global_batch = whole("global_batch", global_batch)
@@ -121,17 +122,23 @@ def best(
     eps = [d for d in divisors if model.experts % d == 0] if ep is None else list(ep)
     zero_stages, recompute = tuple(zero_stages), tuple(recompute)
     micro_batches, parts = set(micro_batches), set(parts)
+    # What is given, and not to be chosen, is checked with the axes: the reason is then told.
+    (batch,) = micro_batches if len(micro_batches) == 1 else (None,)
+    (part,) = parts if len(parts) == 1 else (None,)
     fits, rejected, tried = [], [], 0
     for axes in (dict(tp=t, pp=p, cp=c, ep=e) for t in tps for p in pps for c in cps for e in eps):
-        asked = Layout(**axes, **policies, global_batch=global_batch)
+        asked = Layout(**axes, **policies, global_batch=global_batch, micro_batch=batch)
+        asked = asked.with_(virtual_stages=part if asked.pp > 1 else None)
         try:
             (base, *_) = complete(model, cluster, asked)
+            if base.pp == 1 and 1 not in parts:
+                raise ValueError(f"without a pipeline there are no virtual stages, and {min(parts)} are asked for.")
         except ValueError as error:
             tried += 1
             rejected.append((asked, str(error)))
             continue
         for zero, again in itertools.product(zero_stages, recompute):
-            if zero == 3 and base.pp > 1:
+            if zero == 3 and base.pp > 1 and 1 in zero_stages:
                 continue  # the same as 1, see layout.py
             options = complete(model, cluster, asked.with_(zero_stage=zero, recompute=again))
             for v in sorted({o.virtual_stages for o in options} & parts):

@@ -28,7 +28,7 @@ PEERS = {  # ours -> the schedule in torch that computes the same table
     "zbv": theirs.ScheduleZBVZeroBubble,
     "dualpipe_v": theirs.ScheduleDualPipeV,
 }
-SLEEP = 0.050  # seconds
+SLEEP = 0.250  # seconds; beside it the millisecond or two that Python and messages take for each action is little
 
 
 def model_and_batch(kind: str):
@@ -79,31 +79,36 @@ def compare(kind: str, name: str) -> float:
 class Sleeps(nn.Module):
     """A stage whose F, I and W each sleep, so that ranks do not take each other's cores."""
 
+    seconds = 0.0
+
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1, 1))
 
     def forward(self, x):  # (rows, width) -> (rows, width)
-        return _Sleep.apply(x, SLEEP) + _Sleep.apply(self.weight, 0)
+        return _Sleep.apply(x, self.seconds, self.seconds) + _Sleep.apply(self.weight, 0, self.seconds)
 
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, seconds):
-        time.sleep(seconds)
+    def forward(ctx, x, forward, backward):
+        ctx.seconds = backward
+        time.sleep(forward)
         return x * 1
 
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(SLEEP)
-        return gradient, None
+        time.sleep(ctx.seconds)
+        return gradient, None, None
 
 
 def sleep_through(schedule: pipeline.Schedule):
-    """The timeline of a step, the second one."""
+    """The timeline of a step, after one without sleep."""
     batch = torch.ones(schedule.micro_batches, 16, requires_grad=True), torch.ones(schedule.micro_batches, 16)
+    Sleeps.seconds = 0.0
     pipe = pipeline.Pipeline([Sleeps() for _ in range(schedule.stages)], schedule, F.mse_loss, example=batch)
     pipe.step(*batch)
+    Sleeps.seconds = SLEEP
     with timeline() as line:
         pipe.step(*batch)
     return line
@@ -119,7 +124,7 @@ def main() -> None:
         print(f"\nbubble of a step whose F, I and W sleep {SLEEP * 1e3:.0f} ms, measured over simulated", end="")
         print("   to reach: 0.9 to 1.1")
         for name in ("naive", *PEERS):
-            schedule = getattr(pipeline, name)(RANKS, MICRO_BATCHES)
+            schedule = getattr(pipeline, name)(RANKS, 1 if name == "naive" else MICRO_BATCHES)
             real = pipeline.measured(schedule, world.run(sleep_through, schedule))
             paper = pipeline.simulate(schedule, pipeline.Cost(F=SLEEP, I=SLEEP, W=SLEEP))
             print(f"  {name:<16}{real.bubble:.3f} / {paper.bubble:.3f} = {real.bubble / paper.bubble:.2f}", end="")

@@ -6,6 +6,7 @@ section 3.1). What a rank sends falls with n, where the ring sends about the sam
 many heads as ranks.
 """
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
@@ -48,9 +49,9 @@ def all_to_all_attention(
             )
         k, v = k.repeat_interleave(n // kv_heads, 1), v.repeat_interleave(n // kv_heads, 1)
     q, k, v = (heads_of_all_tokens(x, group, layout) for x in (q, k, v))
-    return tokens_of_all_heads(
-        F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True), group, layout
-    )
+    with torch.autocast(q.device.type, enabled=False):  # in the dtype of q, k and v, as the ring
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    return tokens_of_all_heads(o, group, layout)
 
 
 def heads_of_all_tokens(x: Tensor, group: ProcessGroup | None = None, layout: Layout = zigzag) -> Tensor:

@@ -35,4 +35,5 @@ def all_gather_attention(
     if causal:
         mine = positions(k.shape[2], group, layout)  # (seq / n,)
         mask = (mine[:, None] >= order(k.shape[2], dist.get_world_size(group), layout)).to(q.device)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    with torch.autocast(q.device.type, enabled=False):  # in the dtype of q, k and v, as the ring
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)

@@ -19,16 +19,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lecture_lib.parallel.agree import agree, broadcast_from_first, facts_of, several_devices
+from lecture_lib.parallel.agree import agree, broadcast_from_first, describe, facts_of, name_of, several_devices
 from lecture_lib.parallel.context.ring import ring_attention
-from lecture_lib.parallel.context.sequence import Layout, positions, zigzag
+from lecture_lib.parallel.context.sequence import Layout, not_two_chunks, positions, wrong_layout, zigzag
 from lecture_lib.parallel.model import Attention, rotate
 
 
 def attend_to_all(
     q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup | None = None, attend=ring_attention, layout: Layout = zigzag
 ) -> Tensor:
-    """What takes the place of ``Attention.attend``: this rank's queries, rotated by their positions, on all keys."""
+    """What takes the place of ``Attention.attend``: this rank's queries, rotated by their positions, on all keys.
+
+    Raises ValueError, the same on every rank, if the ranks bring different numbers of tokens, or an odd one.
+    """
+    agree("context_parallel", [f"q of {describe(q)}"], group, not_two_chunks(q))  # before one of them raises alone
     at = positions(q.shape[2] * dist.get_world_size(group), group, layout)
     return attend(rotate(q, positions=at), rotate(k, positions=at), v, group=group, layout=layout)
 
@@ -49,8 +53,8 @@ def context_parallel(
     if not layers or any("attend" in vars(layer) for layer in layers.values()):
         kinds = "attention that is split by the sequence already" if layers else "no Attention"
         problem = f"brought a model with {kinds}; start from the Transformer of one process."
-    facts = [f"attend={attend.__name__}, layout={layout.__name__}", *facts_of(model)]
-    agree("context_parallel", facts, group, problem)
+    facts = [f"attend={name_of(attend)}, layout={name_of(layout)}", *facts_of(model)]
+    agree("context_parallel", facts, group, problem or wrong_layout(layout, group))
     broadcast_from_first([*model.parameters(), *model.buffers()], group)
     for layer in layers.values():
         layer.attend = partial(attend_to_all, group=group, attend=attend, layout=layout)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lecture_lib.parallel.agree import agree, describe
+from lecture_lib.parallel.agree import agree, describe, name_of
 from lecture_lib.parallel.tensor.moves import gather_from_group, split_to_group
 
 Layout = Callable[[int], list[tuple[int, int]]]  # n ranks -> for each rank the numbers of its two chunks of 2n
@@ -46,6 +46,8 @@ def positions(seq: int, group: ProcessGroup | None = None, layout: Layout = zigz
 
 def order(seq: int, n: int, layout: Layout = zigzag) -> Tensor:
     """The positions of rank 0's tokens, then of rank 1's, ...: int64 (seq,)"""
+    if problem := _wrong_chunks(layout, n):
+        raise ValueError(f"{name_of(layout)}: every rank {problem}")
     if seq % (2 * n):
         raise ValueError(
             f"{n} ranks hold 2 chunks each, and {2 * n} chunks cannot share {seq} tokens equally; pad the sequence to "
@@ -58,9 +60,10 @@ def shard_sequence(x: Tensor, dim: int = 1, group: ProcessGroup | None = None, l
     """This rank's tokens of x, which is the same on all ranks: (..., seq, ...) -> (..., seq / n, ...)
 
     Backward: all-gather, (n-1)/n of the bytes of x. Raises ValueError, the same on every rank, if seq is not a multiple
-    of 2n, or if ranks bring different shapes.
+    of 2n, if x has no such dim, for a layout that does not give each rank two chunks of its own, or if ranks bring
+    different shapes, dims or layouts.
     """
-    agree("shard_sequence", [f"x of {describe(x)}", f"dim={dim}, layout={layout.__name__}"], group)
+    _agree_on_sequence("shard_sequence", x, dim, group, layout)
     by_rank = order(x.shape[dim], dist.get_world_size(group), layout).to(x.device)
     return split_to_group(x.index_select(dim, by_rank), dim, group)
 
@@ -70,10 +73,38 @@ def unshard_sequence(x: Tensor, dim: int = 1, group: ProcessGroup | None = None,
 
     All-gather, (n-1)/n of the bytes of the result. Backward: nothing moves. Raises ValueError as ``shard_sequence``.
     """
-    agree("unshard_sequence", [f"x of {describe(x)}", f"dim={dim}, layout={layout.__name__}"], group)
+    _agree_on_sequence("unshard_sequence", x, dim, group, layout)
     n = dist.get_world_size(group)
     by_rank = order(x.shape[dim] * n, n, layout).to(x.device)
     return gather_from_group(x, dim, group).index_select(dim, by_rank.argsort())
+
+
+def _agree_on_sequence(who: str, x: Tensor, dim: int, group: ProcessGroup | None, layout: Layout) -> None:
+    problem = wrong_layout(layout, group)
+    if not -x.dim() <= dim < x.dim():
+        problem = f"brought dim={dim} for x of {x.dim()} dimensions; take {-x.dim()} to {x.dim() - 1}."
+    facts = [f"x of {describe(x)}", f"dim={dim}, layout={name_of(layout)}", chunks_by_rank(layout, group)]
+    agree(who, facts, group, problem)
+
+
+def chunks_by_rank(layout: Layout, group: ProcessGroup | None) -> str:
+    """The fact, for ``agree``: two ranks may mean different layouts by one name."""
+    return f"layout({dist.get_world_size(group)}) = {layout(dist.get_world_size(group))}"
+
+
+def wrong_layout(layout: Layout, group: ProcessGroup | None) -> str | None:
+    """The problem, for ``agree``."""
+    return _wrong_chunks(layout, dist.get_world_size(group))
+
+
+def _wrong_chunks(layout: Layout, n: int) -> str | None:
+    chunks = layout(n)
+    if [len(pair) for pair in chunks] == [2] * n and sorted(itertools.chain(*chunks)) == list(range(2 * n)):
+        return None
+    return (
+        f"brought a layout that gives {n} ranks the chunks {chunks}; each of 0 to {2 * n - 1} has to be there once, "
+        "and each rank has two."
+    )
 
 
 # ---- who computes what -----------------------------------------------------------------------------------------------
@@ -124,9 +155,10 @@ def agreed(attention):
         **options,
     ) -> Tensor:
         facts = [f"{name} of {describe(x)}" for name, x in (("q", q), ("k", k), ("v", v))]
-        every = {"causal": causal, "layout": layout.__name__, **options}
+        every = {"causal": causal, "layout": name_of(layout), **options}
         facts.append(", ".join(f"{name}={value}" for name, value in every.items()))
-        agree(attention.__name__, facts, group, _problem(q, k, v, **options))
+        problem = _problem(q, k, v, **options) or wrong_layout(layout, group)
+        agree(attention.__name__, [*facts, chunks_by_rank(layout, group)], group, problem)
         return attention(q, k, v, causal, group, layout, **options)
 
     return checked
@@ -136,12 +168,22 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, tile: int | None = None) -> str | 
     shapes = f"brought q, k, v of shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4 or k.shape != v.shape or len({q.dtype, k.dtype, v.dtype}) > 1:
         return f"{shapes}; they have to be (batch, heads, seq / n, head_dim), k and v alike, all of one dtype."
+    if not q.is_floating_point():
+        return (
+            f"brought q, k, v of {str(q.dtype).removeprefix('torch.')}; attention takes float32, bfloat16 and the like."
+        )
     if (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
         return f"{shapes}; q and k may differ in the number of heads, and in nothing else."
-    if q.shape[1] % k.shape[1]:
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         return f"brought {q.shape[1]} query heads, which cannot share {k.shape[1]} key and value heads equally."
-    if q.shape[2] % 2 or q.shape[2] == 0:
-        return f"brought {q.shape[2]} tokens, which are not 2 equal chunks; cut the sequence with shard_sequence()."
+    if problem := not_two_chunks(q):
+        return problem
     if tile is not None and tile < 1:
         return f"asked for tile={tile}; a block has at least 1 query and 1 key. None chooses for you."
+    return None
+
+
+def not_two_chunks(q: Tensor) -> str | None:  # (batch, heads, seq / n, head_dim)
+    if q.shape[2] % 2 or q.shape[2] == 0:
+        return f"brought {q.shape[2]} tokens, which are not 2 equal chunks; cut the sequence with shard_sequence()."
     return None

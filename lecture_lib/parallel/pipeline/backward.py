@@ -54,12 +54,13 @@ class Splitter:
         self._delayed: Delayed | None = None
         self._outside: list[tuple[list[Tensor], list[Tensor]]] = []  # inputs of the running module: (theirs, its own)
         self._parameters: dict[nn.Module, list[nn.Parameter]] = {}
+        self._hooks = []
         for module in stage.modules():
             parameters = list(module.parameters())
             if any(p.dim() > 1 and p.requires_grad for p in parameters) and not any(True for _ in module.children()):
                 self._parameters[module] = parameters
-                module.register_forward_pre_hook(self._before, with_kwargs=True)
-                module.register_forward_hook(self._after, with_kwargs=True)
+                self._hooks.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+                self._hooks.append(module.register_forward_hook(self._after, with_kwargs=True))
 
     @contextlib.contextmanager
     def delaying(self, delayed: Delayed) -> Iterator[None]:
@@ -70,6 +71,11 @@ class Splitter:
         finally:
             self._delayed = None
             self._outside.clear()
+
+    def remove(self) -> None:
+        """Leave the modules as they were before."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict):
         if self._delayed is None:

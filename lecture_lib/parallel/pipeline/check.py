@@ -22,6 +22,8 @@ def validate(schedule: Schedule, buffers: int | None = None) -> tuple[int, ...]:
 
     Raises ValueError with the reason.
     """
+    if buffers is not None and not (isinstance(buffers, int) and buffers >= 0):
+        raise ValueError(f"buffers={buffers!r}: give how many messages can be on the way, from 0 on, or None for any.")
     _each_once(schedule)
     _no_deadlock(schedule, buffers)
     return peak_in_flight(schedule)

@@ -21,7 +21,7 @@ def cut(layers: Iterable[nn.Module], stages: int, weights: Sequence[float] | Non
     weights: what each layer weighs; None: one. The heaviest stage is as light as possible; among such cuts, the stages
     are as equal as possible. The stages hold the layers themselves, not copies.
 
-    Raises ValueError for more stages than layers.
+    Raises ValueError for more stages than layers, and for weights that are negative or no numbers.
     """
     layers = list(layers)
     weights = [1] * len(layers) if weights is None else list(weights)
@@ -32,6 +32,9 @@ def cut(layers: Iterable[nn.Module], stages: int, weights: Sequence[float] | Non
         )
     if len(weights) != len(layers):
         raise ValueError(f"{len(weights)} weights for {len(layers)} layers; give one for each.")
+    for number, weight in enumerate(weights):
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"layer {number} weighs {weight}; a weight is a number from 0 on.")
     heaviest = _cut_points(weights, stages, max)
     limit = max(sum(weights[a:b]) for a, b in zip(heaviest, heaviest[1:]))
     points = _cut_points(weights, stages, lambda a, b: a + b, lambda w: w * w if w <= limit else math.inf)

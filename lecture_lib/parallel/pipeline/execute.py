@@ -9,6 +9,7 @@ meanwhile.
 """
 
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -52,7 +53,8 @@ class Pipeline:
 
     Raises ValueError, with the same message on every rank, for a schedule for another number of ranks or stages or one
     that is not valid, stages that differ between ranks, a stage that fails on an example or does not return a tensor,
-    and a batch that the micro-batches do not divide.
+    and a batch that the micro-batches do not divide. Raises it on the rank that notices for a batch that is missing
+    there, and for a stage that later hands on another shape or dtype than on trial.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Pipeline:
         facts = []
         if problem is None:
             facts = [f"the schedule {schedule.name} for {schedule.micro_batches} micro-batches", str(schedule)]
-            facts += [f"stage {i} with {fact}" for i, stage in enumerate(stages) for fact in facts_of(stage)]
+            facts += facts_of(nn.ModuleDict({f"stage {i}": stage for i, stage in enumerate(stages)}))
         agree("Pipeline", facts, group, problem)
         self.schedule, self.loss_fn, self.group, self.recompute = schedule, loss_fn, group, recompute
         self.stages = {number: stages[number] for number in range(len(stages)) if self._has(number)}
@@ -84,9 +86,11 @@ class Pipeline:
         split = {(action.stage, action.micro_batch) for action in schedule.rows[self.rank] if action.kind == "I"}
         self._split = split  # (stage, micro-batch) whose backward pass comes in two halves
         self._splitters = {number: Splitter(self.stages[number]) for number in {number for number, _ in split}}
+        for splitter in self._splitters.values():
+            weakref.finalize(self, splitter.remove)
         self._tied = _tied(stages, schedule.rank_of)
         self._start_tied_alike()
-        self._shapes: list[Shape] | None = None  # what each stage takes: micro-batches of ...
+        self._shapes: list[Shape] | None = None  # what each stage takes: micro-batches of ...; at the end, the loss
         self._batch = None, None  # inputs and targets, in words
         if example is not None:
             self._infer(*example)
@@ -106,6 +110,11 @@ class Pipeline:
         Returns the batch's loss, detached, (), on the rank of the last stage, None elsewhere; with ``share_loss`` on
         all, by a broadcast.
         """
+        if not torch.is_grad_enabled():
+            raise ValueError(
+                "Pipeline: step was called where gradients are off (torch.no_grad or inference_mode), and it goes "
+                "backward; call it outside, or call evaluate."
+            )
         if self._shapes is None:
             self._infer(inputs, targets)
         self._same_batch(inputs, targets)
@@ -133,15 +142,17 @@ class Pipeline:
         return self._shared(step.loss) if share_loss else step.loss
 
     def _shared(self, loss: Tensor | None) -> Tensor:
-        last = self.schedule.rank_of[-1]
-        loss = torch.empty((), device=next(iter(self._devices.values()))) if loss is None else loss.float()
+        last, (shape, dtype) = self.schedule.rank_of[-1], self._shapes[-1]
+        if loss is None:
+            loss = torch.empty(shape, dtype=dtype, device=next(iter(self._devices.values())))
+        loss = loss.to(dtype)
         dist.broadcast(loss, group=self.group, group_src=last)
         return loss
 
     # ---- shapes ------------------------------------------------------------------------------------------------------
 
     def _infer(self, inputs: Tensor | None, targets: Tensor | None) -> None:
-        """What each stage returns for a micro-batch: its rank tries it, and tells all the others."""
+        """What each stage returns for a micro-batch, the last one the loss: its rank tries it, and tells the others."""
         shapes: list[Shape] = [((), torch.float32)]
         with unrecorded():
             for stage in range(self.schedule.stages):
@@ -152,7 +163,7 @@ class Pipeline:
                 if isinstance(found[0], str):
                     raise ValueError(f"Pipeline: {found[0]}")
                 shapes.append(found[0])
-        self._shapes = shapes[:-1]
+        self._shapes = shapes
         self._batch = tuple(batch if batch is None else describe(batch) for batch in (inputs, targets))
 
     def _try(self, stage: int, takes: Shape, inputs: Tensor | None, targets: Tensor | None) -> Shape | str:
@@ -162,17 +173,21 @@ class Pipeline:
         needed = [("inputs", inputs)] * (stage == 0) + [("targets", targets)] * last
         for name, batch in needed:
             if not isinstance(batch, Tensor):
-                return f"rank {dist.get_rank()} holds stage {stage} and got {name}={batch!r}; it needs a tensor."
+                return _no_tensor(stage, name, batch)
             if batch.dim() == 0 or batch.shape[0] % m or batch.shape[0] == 0:
                 rows = batch.shape[0] if batch.dim() else 0
                 return f"{m} micro-batches do not divide {name} of {rows} samples; use a multiple of {m}."
+        # A trial leaves no trace: in-place operations get a copy.
         shape, dtype = takes
-        x = inputs.tensor_split(m)[0] if stage == 0 else torch.zeros(shape, dtype=dtype, device=self._devices[stage])
+        if stage == 0:
+            x = inputs.tensor_split(m)[0].detach().clone()
+        else:
+            x = torch.zeros(shape, dtype=dtype, device=self._devices[stage])
         module = self.stages[stage]
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         devices = [x.device] if x.is_cuda else []
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices):  # a trial: it leaves no trace
+            with torch.no_grad(), torch.random.fork_rng(devices):
                 y = torch.func.functional_call(module, buffers, (x,))
         except Exception as error:
             return (
@@ -186,10 +201,10 @@ class Pipeline:
         if not last and not y.is_floating_point():
             return f"{returns} {describe(y)}; gradients can only come back through a floating-point tensor."
         if last:
-            return self._try_loss(y, targets.tensor_split(m)[0]) or (tuple(y.shape), y.dtype)
+            return self._try_loss(y, targets.tensor_split(m)[0].detach().clone())
         return tuple(y.shape), y.dtype
 
-    def _try_loss(self, output: Tensor, target: Tensor) -> str | None:
+    def _try_loss(self, output: Tensor, target: Tensor) -> Shape | str:
         try:
             with torch.no_grad():
                 loss = self.loss_fn(output, target)
@@ -201,9 +216,12 @@ class Pipeline:
         if not isinstance(loss, Tensor) or loss.dim():
             what = describe(loss) if isinstance(loss, Tensor) else type(loss).__name__
             return f"loss_fn returns {what}; it has to return the mean over the micro-batch, a tensor of shape ()."
-        return None
+        return (), loss.dtype
 
     def _same_batch(self, *batch: Tensor | None) -> None:
+        for stage, name, now in zip((0, self.schedule.stages - 1), ("inputs", "targets"), batch):
+            if self._has(stage) and not isinstance(now, Tensor):
+                raise ValueError(f"Pipeline: {_no_tensor(stage, name, now)}")
         for name, now, first in zip(("inputs", "targets"), batch, self._batch):
             if now is not None and first is not None and describe(now) != first:
                 raise ValueError(
@@ -261,8 +279,8 @@ class _Step:
     def __init__(self, pipe: Pipeline, inputs: Tensor | None, targets: Tensor | None):
         self.pipe, self.micro_batches = pipe, pipe.schedule.micro_batches
         self.last = pipe.schedule.stages - 1
-        self.inputs = inputs.tensor_split(self.micro_batches) if 0 in pipe.stages else ()
-        self.targets = targets.tensor_split(self.micro_batches) if self.last in pipe.stages else ()
+        self.inputs = _divided(inputs, self.micro_batches) if 0 in pipe.stages else ()
+        self.targets = _divided(targets, self.micro_batches) if self.last in pipe.stages else ()
         self.loss: Tensor | None = None
         self._came: dict[Action, tuple[Tensor, list]] = {}  # F or I -> what it needs, and what to wait for before
         self._going: dict[Action, Tensor] = {}  # F or I on another rank -> what it needs
@@ -336,10 +354,10 @@ class _Step:
 
     def _forward(self, stage: int, i: int, x: Tensor) -> None:
         if self.pipe.recompute or not torch.is_grad_enabled():
-            random = _random_state(x)
+            random, again = _random_state(x), torch.is_grad_enabled()
             with torch.no_grad():
-                output = self._output(stage, i, x)
-            if torch.is_grad_enabled():
+                output = self._output(stage, i, x, again)
+            if again:
                 self._held[stage, i] = x, random
         else:
             output = self._output(stage, i, x)
@@ -348,17 +366,33 @@ class _Step:
         if stage == self.last:
             self.loss = output.detach() if self.loss is None else self.loss + output.detach()
         else:
+            self._as_on_trial(stage, output)
             self._hand_on(Action(stage + 1, "F", i), output.detach())
 
-    def _output(self, stage: int, i: int, x: Tensor) -> Tensor:
-        """What the stage returns; the last one: its part of the batch's loss."""
+    def _as_on_trial(self, stage: int, output: Tensor) -> None:
+        """Else the next rank would read something else from the bytes."""
+        shape, dtype = self.pipe._shapes[stage + 1]
+        if tuple(output.shape) != shape or output.dtype != dtype:
+            raise ValueError(
+                f"Pipeline: stage {stage} (rank {dist.get_rank()}) returns {describe(output)}, and on trial returned "
+                f"{describe(torch.empty(shape, dtype=dtype, device='meta'))}; use the same autocast for the trial "
+                "(example=, else the first batch) and for every step and evaluate, and do not convert stages after it."
+            )
+
+    def _output(self, stage: int, i: int, x: Tensor, again: bool = False) -> Tensor:
+        """What the stage returns; the last one: its part of the batch's loss. ``again``: it will be computed once more
+        from the same tensors, so in-place operations get a copy."""
         splitting = contextlib.nullcontext()
         if (stage, i) in self.pipe._split and torch.is_grad_enabled():
             self._delayed[stage, i] = Delayed()
             splitting = self.pipe._splitters[stage].delaying(self._delayed[stage, i])
         with splitting:
+            x = x.clone() if again else _Entry.apply(x) if x.is_leaf and x.requires_grad else x
             y = self.pipe.stages[stage](x)
-        return self.pipe.loss_fn(y, self.targets[i]) / self.micro_batches if stage == self.last else y
+        if stage < self.last:
+            return y
+        target = self.targets[i].clone() if again else self.targets[i]
+        return self.pipe.loss_fn(y, target) / self.micro_batches
 
     def _backward(self, stage: int, i: int, gradient: Tensor | None) -> None:
         """B, or I where the forward pass was split. ``gradient``: of the stage's output; None: it is the loss."""
@@ -371,6 +405,23 @@ class _Step:
         if stage > 0:
             back, x.grad = x.grad, None
             self._hand_on(Action(stage - 1, "I", i), torch.zeros_like(x) if back is None else back)
+
+
+def _divided(batch: Tensor, parts: int) -> list[Tensor]:
+    """Micro-batches, in the batch's memory. ``data``: autograd shall not take a write into one for a write into all."""
+    return [part if batch.requires_grad else part.data for part in batch.tensor_split(parts)]
+
+
+class _Entry(torch.autograd.Function):
+    """y = x, in the same memory. x is a leaf, so that it gets ``grad``; into y, which is none, a stage may write."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def _root(output: Tensor):
@@ -399,6 +450,10 @@ def _device(stage: nn.Module, group: dist.ProcessGroup | None) -> torch.device:
     for tensor in (*stage.parameters(), *stage.buffers()):
         return tensor.device
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def _no_tensor(stage: int, name: str, batch) -> str:
+    return f"rank {dist.get_rank()} holds stage {stage} and got {name}={batch!r}; it needs a tensor."
 
 
 def _problem(stages: list, schedule: Schedule, ranks: int) -> str | None:

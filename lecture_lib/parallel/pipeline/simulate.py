@@ -103,10 +103,13 @@ class Run:
 def simulate(schedule: Schedule, cost: Cost = Cost()) -> Run:
     """Run a table on paper; time is proportional to the number of actions.
 
-    Raises ValueError if ranks wait for each other for ever; ``validate`` says why.
+    Raises ValueError for a table that cannot be run to its end, and ``validate`` says why; for times that are negative
+    or no numbers, or all zero.
     """
     stages, rank_of, rows = schedule.stages, schedule.rank_of, schedule.rows
     F, I, W = (per_stage(getattr(cost, kind), stages, kind) for kind in "FIW")  # noqa: E741
+    if stages and not any(F + I + W):
+        raise ValueError("F, I and W are 0 in every stage; without time there is no bubble, so give one of them.")
     lasts = {"F": F, "B": [i + w for i, w in zip(I, W)], "I": I, "W": W}
     send = per_stage(cost.send, stages, "send")
     down = [send[s] if s + 1 < stages and rank_of[s] != rank_of[s + 1] else 0 for s in range(stages)]  # to stage s + 1
@@ -144,7 +147,7 @@ def simulate(schedule: Schedule, cost: Cost = Cost()) -> Run:
 
     while sum(run(rank) for rank in range(len(rows))):
         pass
-    if any(at < len(row) for at, row in zip(step, rows)):
+    if not rows or not all(rows) or any(at < len(row) for at, row in zip(step, rows)):
         raise ValueError(f"the schedule {schedule.name} cannot be run to its end; validate(schedule) says why.")
     memory = peak_memory(schedule, cost.activation, cost.kept_for_w)
     return Run(schedule, tuple(map(tuple, begin)), tuple(map(tuple, end)), memory)

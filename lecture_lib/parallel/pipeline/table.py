@@ -58,12 +58,15 @@ class Schedule:
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
-        """The rank that holds each stage."""
+        """The rank that holds each stage. Raises ValueError if a stage has none."""
         holder = {action.stage: rank for rank, row in enumerate(self.rows) for action in row}
+        for stage in range(self.stages):
+            if stage not in holder:
+                raise ValueError(f"{self.name} has {self.stages} stages, and no rank does anything for stage {stage}.")
         return tuple(holder[stage] for stage in range(self.stages))
 
     def __str__(self) -> str:
-        width = max(len(str(action)) for row in self.rows for action in row)
+        width = max((len(str(action)) for row in self.rows for action in row), default=0)
         return "\n".join(
             f"rank {rank} | " + " ".join(str(action).ljust(width) for action in row).rstrip()
             for rank, row in enumerate(self.rows)
@@ -86,15 +89,24 @@ def load_csv(path: str | os.PathLike) -> Schedule:
     """Read a table that ``dump_csv`` or torch's ``_dump_csv`` wrote; it is named after the file.
 
     Left out are empty cells (torch's idle steps), sends, receives and the like. A pair that torch overlaps, as in
-    "(0F4;7B0)OVERLAP_F_B", becomes two actions. Raises ValueError for anything else.
+    "(0F4;7B0)OVERLAP_F_B", becomes two actions. Blank lines at the end are no ranks. Raises ValueError for anything
+    else.
     """
-    rows = []
     with open(path, newline="") as file:
-        for rank, line in enumerate(csv.reader(file)):
-            cells = [part.strip() for cell in line for part in _OVERLAP.sub(r"\1", cell).split(";")]
-            cells = [cell for cell in cells if cell and not _NOT_COMPUTED.fullmatch(cell)]
-            rows.append(tuple(_read(cell, rank, path) for cell in cells))
+        lines = [[cell.strip() for cell in line] for line in csv.reader(file)]
+    while lines and lines[-1] in ([], [""]):
+        lines.pop()
+    rows = []
+    for rank, line in enumerate(lines):
+        cells = [part.strip() for cell in line for part in _parts(cell)]
+        cells = [cell for cell in cells if cell and not _NOT_COMPUTED.fullmatch(cell)]
+        rows.append(tuple(_read(cell, rank, path) for cell in cells))
     return Schedule(Path(path).stem, tuple(rows))
+
+
+def _parts(cell: str) -> list[str]:
+    overlapped = _OVERLAP.fullmatch(cell)
+    return overlapped[1].split(";") if overlapped else [cell]
 
 
 def _read(cell: str, rank: int, path) -> Action:

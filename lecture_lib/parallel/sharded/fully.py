@@ -8,9 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed import ProcessGroup, Work
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 
 from lecture_lib.parallel.agree import agree, broadcast_from_first, facts_of, several_devices, split_among, unchanged
+from lecture_lib.parallel.data import clip_to_norm
 from lecture_lib.parallel.sharded.flat import Flat
 from lecture_lib.parallel.sharded.unit import Call, Unit, tensors_of, units_of
 
@@ -38,16 +40,22 @@ class FullyShardedDataParallel(nn.Module):
     module:         the same on every rank; parameters and buffers take the values of the group's first rank, and
                     buffers (running means of batch norm) are each rank's own from then on
     compute_dtype:  e.g. torch.bfloat16: shards and their optimizer stay as they are; what is gathered, the inputs of
-                    each layer, the computation and the gradients that travel are of this dtype
+                    each layer, the computation and the gradients that travel are of this dtype. Not torch.autocast:
+                    it keeps its casts of every layer's parameters until the backward pass. Batch norm, whose running
+                    means stay as they are, cannot compute in another dtype
     group:          the ranks that share the batch; all ranks if None
 
     Sends, in a step, (n-1)/n bytes for each byte of a layer in the compute dtype, three times: gathered for the forward
     pass, gathered again for the backward pass, its gradient reduce-scattered. For the unit that stays whole: twice.
-    Every rank must run the same layers in the same order.
+    Every rank must run the same layers in the same order, forward, and backward too: a rank whose loss leaves out a
+    layer that the others' need does not gather it, and they wait.
+
+    To clip gradients use ``clip_gradients()``. ``torch.nn.utils.clip_grad_norm_`` sees only this rank's pieces: every
+    rank would clip by a norm of its own, and nothing would say so.
 
     Raises ValueError at construction, the same on every rank, if ranks bring different modules, one that is sharded
-    already, different slices of one that is split over these ranks, or one with parameters on several devices;
-    RuntimeError in forward() if the module's parameters have changed since.
+    already, different slices of one that is split over these ranks, one with parameters on several devices, or batch
+    norm with another compute_dtype; RuntimeError in forward() if the module's parameters have changed since.
     """
 
     def __init__(
@@ -56,6 +64,7 @@ class FullyShardedDataParallel(nn.Module):
         super().__init__()
         self.module, self.compute_dtype, self.group = module, compute_dtype, group
         problem = several_devices([*module.named_parameters(), *module.named_buffers()]) or split_among(module, group)
+        problem = problem or running_means_in_another_dtype(module, compute_dtype)
         if any(isinstance(vars(part).get("forward"), _Gathered) for part in module.modules()):
             problem = "brought a module that is sharded already; build it anew, and wrap that."
         agree("FullyShardedDataParallel", [f"compute_dtype={compute_dtype}", *facts_of(module)], group, problem)
@@ -162,6 +171,16 @@ class FullyShardedDataParallel(nn.Module):
         self._collect()
         self._at_work = None
 
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm, that of all parameters together, is at most ``max_norm``. Returns the
+        norm before, (), on every rank. After finish_gradient_synchronization(); every rank calls it.
+
+        An all-reduce of 8 bytes. Raises ValueError for a module that is split over other ranks.
+        """
+        for unit in self._units:
+            unit.free()  # a forward pass without a backward pass leaves the unit that stays
+        return clip_to_norm(self.module, max_norm, self.group, gradients_are_split=True)
+
     def gather_full_params(self) -> dict[str, Tensor]:
         """All parameters, whole, in their own dtype, by their original names; on every rank. Each rank must call it.
 
@@ -200,6 +219,19 @@ class FullyShardedDataParallel(nn.Module):
         for unit in self._units:
             unit.free()  # a forward pass without a backward pass leaves the unit that stays
         return self.module.named_parameters(remove_duplicate=False)
+
+
+def running_means_in_another_dtype(module: nn.Module, compute_dtype: torch.dtype | None) -> str | None:
+    """The problem, for ``agree``, of a batch norm that would have its weight in one dtype, its means in another."""
+    for name, part in module.named_modules():
+        if compute_dtype and isinstance(part, _NormBase) and part.affine and part.running_mean is not None:
+            if part.running_mean.dtype != compute_dtype:
+                return (
+                    f"brought {name or 'the module'}, a {type(part).__name__} with running means in "
+                    f"{part.running_mean.dtype}, and compute_dtype={compute_dtype}; it cannot compute with both. Use "
+                    "LayerNorm or GroupNorm, or no compute_dtype."
+                )
+    return None
 
 
 class _Gathered(partial):
