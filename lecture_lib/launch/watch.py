@@ -2,15 +2,23 @@
 
 While the main thread waits inside a collective it has let go of the GIL, so a second thread can read its stack. The
 innermost frames tell the operation; the first frame that belongs to the person tells the line.
+
+Frames of a thread that goes on at the same time must not be touched: torch calls Python from C++ and back, and ranks
+have crashed over it. So a look first only writes down where the main thread is, which touches no frame, and reads its
+frames if it is there since the look before.
 """
 
 import contextlib
 import dis
+import faulthandler
+import functools
 import glob
 import json
 import os
+import re
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 import traceback
@@ -45,13 +53,43 @@ def report() -> dict:
     all), ``frames`` of the person's code, innermost last, ``done``: operations of the default group that it has
     finished, ``cpu``: seconds of processor time so far, ``queued``: of waiting for it, ``threads``: whether another
     thread is in the person's code, and so may yet do what the main thread waits for."""
-    stacks = _stacks()
-    main = threading.main_thread().ident
-    return describe(stacks.pop(main)) | {
+    global _last_place
+    rests, _last_place = (place := _place()) == _last_place, place
+    threads = False
+    if rests:
+        stacks = _stacks()
+        does = describe(stacks.pop(threading.main_thread().ident))
+        threads = _in_threads(stacks)
+    else:
+        frames = [(file, int(line), name) for file, line, name in _FRAME.findall(place)][::-1]
+        frames = [frame for frame in frames if is_persons(frame[0])]
+        does = {"operation": None, "needs": None, "frames": frames, "done": operations_started()}
+    return does | {
         "cpu": time.process_time() - time.thread_time(),
         "queued": _queued(),
-        "threads": _in_threads(stacks),
+        "threads": threads,
     }
+
+
+_last_place: str | None = None
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+
+
+def _place() -> str:
+    """Where the main thread is: file, line and function of its innermost hundred frames, a line each."""
+    file = _scratch()
+    file.seek(0)
+    file.truncate()
+    faulthandler.dump_traceback(file, all_threads=True)
+    file.seek(0)
+    threads = re.split(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*$", file.read(), flags=re.MULTILINE)
+    by_number = {int(number, 16): frames for number, frames in zip(threads[1::2], threads[2::2])}
+    return by_number.get(threading.main_thread().ident, "")
+
+
+@functools.cache
+def _scratch():
+    return tempfile.TemporaryFile("w+", encoding="ascii", errors="backslashreplace")
 
 
 def _queued() -> float:
@@ -67,16 +105,7 @@ def _queued() -> float:
 
 
 def _stacks() -> dict[int, list]:
-    """Of each thread, by its number. None may run meanwhile: frames of a thread that has gone on are no stack."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1)
-    try:
-        for _ in range(10):
-            with contextlib.suppress(AttributeError):  # one was just about to run
-                return {ident: list(traceback.walk_stack(frame)) for ident, frame in sys._current_frames().items()}
-        return {ident: [(frame, frame.f_lineno)] for ident, frame in sys._current_frames().items()}
-    finally:
-        sys.setswitchinterval(interval)
+    return {ident: list(traceback.walk_stack(frame)) for ident, frame in sys._current_frames().items()}
 
 
 def _in_threads(stacks: dict[int, list]) -> bool:
