@@ -155,8 +155,6 @@ def code_cells(path: Path) -> list:
         ("01_memory_hierarchy", "03_inside_collectives"),
         ("04_data_parallel", "05_tensor_parallel"),
         ("06_pipeline_parallel", "07_declarative_sharding"),
-        ("08_putting_it_together", "09_planning_at_scale"),
-        ("10_long_context_and_experts",),
     ],
     ids="-".join,
 )
@@ -175,12 +173,21 @@ def test_run_all_cells(new_page, lab, course, names):
         assert move_each_slider(page) == SLIDERS.get(name, 0)
 
 
-SLIDERS = {"01_memory_hierarchy": 2, "03_inside_collectives": 1, "04_data_parallel": 3, "05_tensor_parallel": 2}
+SLIDERS = {
+    "01_memory_hierarchy": 2,
+    "03_inside_collectives": 1,
+    "04_data_parallel": 3,
+    "05_tensor_parallel": 2,
+    "06_pipeline_parallel": 6,
+}
+
+
+IDLE = "stages a rank"  # counts for interleaved schedules alone, and chapter 6 begins with another
 
 
 def move_each_slider(page: Page) -> int:
     """A step to the right redraws what hangs on the slider. Returns how many there are."""
-    for slider in page.locator(".widget-slider").all():
+    for slider in page.locator(".widget-slider").filter(has_not_text=IDLE).all():
         drawing = slider.locator("xpath=ancestor::*[contains(@class, 'widget-vbox')]").last.locator("svg").first
         slider.scroll_into_view_if_needed()
         before = drawing.inner_html()
