@@ -181,6 +181,18 @@ def test_shapes_that_differ_end_the_run_with_an_explanation(world, elements):
     ready(world)
 
 
+def test_an_aborted_rank_says_where_it_was_though_nobody_had_asked_it_before(world):
+    def aborted_while_it_waits():
+        if dist.get_rank() == 1:
+            threading.Timer(0.01, os.abort).start()
+        if dist.get_rank() > 0:
+            dist.barrier()
+
+    with pytest.raises(RankError, match=r"rank 1 was aborted \(SIGABRT\) in barrier") as error:
+        world.run(aborted_while_it_waits)
+    assert "dist.barrier()" in str(error.value) and HERE in str(error.value)
+
+
 def begins_alone():
     if dist.get_rank() == 2:
         dist.all_reduce(torch.ones(4), async_op=True)

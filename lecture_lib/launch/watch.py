@@ -48,13 +48,15 @@ def is_persons(filename: str) -> bool:
     return not filename.startswith((*_LIBRARIES, _PACKAGE))
 
 
-def report() -> dict:
+def report(ending: bool = False) -> dict:
     """What the main thread does: ``operation`` it waits in (or None), ``needs``: ranks that must take part in it (None:
     all), ``frames`` of the person's code, innermost last, ``done``: operations of the default group that it has
     finished, ``cpu``: seconds of processor time so far, ``queued``: of waiting for it, ``threads``: whether another
-    thread is in the person's code, and so may yet do what the main thread waits for."""
+    thread is in the person's code, and so may yet do what the main thread waits for. ``ending``: the process is about
+    to end where it is, and there will be no second look."""
     global _last_place
-    rests, _last_place = (place := _place()) == _last_place, place
+    place = None if ending else _place()
+    rests, _last_place = ending or place == _last_place, place
     threads = False
     if rests:
         stacks = _stacks()
@@ -77,7 +79,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 def _place() -> str:
     """Where the main thread is: file, line and function of its innermost hundred frames, a line each."""
-    file = _scratch()
+    file = scratch()
     file.seek(0)
     file.truncate()
     faulthandler.dump_traceback(file, all_threads=True)
@@ -88,7 +90,8 @@ def _place() -> str:
 
 
 @functools.cache
-def _scratch():
+def scratch():
+    """The file that looks are written to. A rank opens it before the person's code runs, which may count files."""
     return tempfile.TemporaryFile("w+", encoding="ascii", errors="backslashreplace")
 
 
