@@ -9,27 +9,30 @@ from lecture_lib import World
 cloudpickle.register_pickle_by_value(comparing)  # the ranks do not find tests/
 
 
-@pytest.fixture(scope="module")
-def world(request):
-    """Four ranks for a module's tests. Its functions travel by value, as a notebook's do."""
-    cloudpickle.register_pickle_by_value(sys.modules[request.module.__name__])
-    with World(4, timeout=20) as world:
-        yield world
+class Worlds(dict):
+    """Worlds by their number of ranks, each started when it is first asked for."""
+
+    def __missing__(self, size):
+        self[size] = World(size, threads=1)
+        return self[size]
 
 
 @pytest.fixture(scope="module")
 def worlds(request):
-    """Worlds of one to four ranks, by their size."""
+    """``worlds[n]``: n ranks for all tests of a module. Its functions travel by value, as a notebook's do."""
     cloudpickle.register_pickle_by_value(sys.modules[request.module.__name__])
-    worlds = {n: World(n, timeout=20, threads=1) for n in (1, 2, 3, 4)}
+    worlds = Worlds()
     yield worlds
     for world in worlds.values():
         world.close()
 
 
+@pytest.fixture(scope="module")
+def world(worlds):
+    return worlds[4]
+
+
 @pytest.fixture(scope="module", params=[1, 2, 3, 4])
-def sized(request):
+def sized(request, worlds):
     """A world of each size from 1 to 4."""
-    cloudpickle.register_pickle_by_value(sys.modules[request.module.__name__])
-    with World(request.param, timeout=60, threads=1) as world:
-        yield world
+    return worlds[request.param]

@@ -35,7 +35,7 @@ HARMLESS = "Cannot read properties of null (reading 'observe')"
 expect.set_options(timeout=60_000)
 pytestmark = [
     pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on the PATH"),
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(300),
 ]
 
 
@@ -151,15 +151,16 @@ def code_cells(path: Path) -> list:
 @pytest.mark.parametrize(
     "names",
     [
-        ("00_start_here", "02_collectives"),
+        ("00_start_here", "02_collectives", "10_long_context_and_experts"),
         ("01_memory_hierarchy", "03_inside_collectives"),
         ("04_data_parallel", "05_tensor_parallel"),
         ("06_pipeline_parallel", "07_declarative_sharding"),
+        ("08_putting_it_together", "09_planning_at_scale"),
     ],
     ids="-".join,
 )
 def test_run_all_cells(new_page, lab, course, names):
-    """Of two notebooks at the same time, each with a kernel and a world of its own."""
+    """Of some notebooks at the same time, each with a kernel and a world of its own."""
     pages = {name: new_page() for name in names}
     for name, page in pages.items():
         open_notebook(page, lab, name)
@@ -199,7 +200,7 @@ def move_each_slider(page: Page) -> int:
 
 def check_that_all_ran(page: Page, path: Path) -> None:
     prompts = [re.compile(rf"\[{count}\]") for count in range(1, len(code_cells(path)) + 1)]
-    expect(page.locator(".jp-Notebook .jp-CodeCell .jp-InputArea-prompt")).to_have_text(prompts, timeout=90_000)
+    expect(page.locator(".jp-Notebook .jp-CodeCell .jp-InputArea-prompt")).to_have_text(prompts, timeout=180_000)
     page.wait_for_function("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
     expect(page.get_by_text("Error displaying widget")).to_have_count(0)
     expect(page.locator(".Toastify__toast")).to_have_count(0)  # no news, no advice in front of the notebook

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lecture_lib import World
 from lecture_lib import collectives as c
 from lecture_lib.collectives import bench, cost, shared
 from lecture_lib.kernels import SymmetricBuffer
@@ -210,17 +209,16 @@ def over_shared_memory(count, dtype, op):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_shared_memory_gives_what_messages_give(n):
-    with World(n, timeout=30) as world:
-        for count, dtype, op in [
-            (1, torch.float32, dist.ReduceOp.SUM),
-            (12, torch.int64, dist.ReduceOp.MAX),
-            (13, torch.float64, dist.ReduceOp.AVG),
-            (12 * 100_003, torch.float32, dist.ReduceOp.SUM),  # several pieces, the last one short
-            (24, torch.bfloat16, dist.ReduceOp.PRODUCT),
-        ]:
-            for wrong in world.run(over_shared_memory, count, dtype, op):
-                assert not wrong, wrong
+def test_shared_memory_gives_what_messages_give(worlds, n):
+    for count, dtype, op in [
+        (1, torch.float32, dist.ReduceOp.SUM),
+        (12, torch.int64, dist.ReduceOp.MAX),
+        (13, torch.float64, dist.ReduceOp.AVG),
+        (12 * 100_003, torch.float32, dist.ReduceOp.SUM),  # several pieces, the last one short
+        (24, torch.bfloat16, dist.ReduceOp.PRODUCT),
+    ]:
+        for wrong in worlds[n].run(over_shared_memory, count, dtype, op):
+            assert not wrong, wrong
 
 
 def test_again_and_again_over_the_same_buffer(world):

@@ -24,7 +24,7 @@ def ledgers_of(world, algorithm):
 
 
 def test_a_replayed_ring_ends_with_every_chunk_whole_everywhere(world):
-    found = states(ledgers_of(world, "ring_all_reduce"), 16)
+    found = states(ledgers_of(world, "ring_all_reduce"))
     assert len(found) == 1 + 2 * 3
     assert all(len(moves) == 4 for moves, _ in found[1:]), "all four send in each step"
     whole = [sum(len(whose) == 4 for row in holds for whose in row) for _, holds in found]
@@ -33,13 +33,13 @@ def test_a_replayed_ring_ends_with_every_chunk_whole_everywhere(world):
 
 
 def test_the_stepper_redraws_and_says_what_it_shows(world):
-    stepper = ChunkStepper(ledgers_of(world, "ring_all_reduce"), count=16)
+    stepper = ChunkStepper(ledgers_of(world, "ring_all_reduce"))
     assert repr(stepper) == "Step 0 of 6: 0 of 16 chunks are whole."
     before = stepper.shown.value
     stepper.step.value = 6
     assert repr(stepper) == "Step 6 of 6: 16 of 16 chunks are whole." and stepper.shown.value != before
     assert stepper.shown.value.startswith("<svg") and len(repr(stepper)) < 110
-    assert "rank 0 sends chunk" in chunks("c", ledgers_of(world, "ring_all_reduce"), 16, 1).text
+    assert "rank 0 sends chunk" in chunks("c", ledgers_of(world, "ring_all_reduce"), 1).text
 
 
 def line_of(rank):

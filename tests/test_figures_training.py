@@ -62,6 +62,7 @@ def test_a_bar_of_what_is_held_reaches_as_far_as_the_most(drawn_axes):
     check_png(drawn)
     bars = [bar for bar in drawn_axes().patches if bar.get_y() > -0.5]
     assert [bar.get_width() for bar in bars] == pytest.approx([1, 0.5, 2, 2.75])
+    assert [text.get_text() for text in drawn_axes().texts if "MB" in text.get_text()] == [" 6.25 MB"]
     assert drawn.text == (
         "MB that a rank holds: dp 4 6.25 (parameters 1.00, gradients 0.50, optimizer 2.00, for a moment 2.75)."
     )

@@ -58,9 +58,8 @@ def test_collectives_of_any_size(world, shape):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_collectives_on_any_number_of_ranks(size):
-    with World(size) as world:
-        assert world.run(agrees, 100, torch.int64) == [True] * size
+def test_collectives_on_any_number_of_ranks(worlds, size):
+    assert worlds[size].run(agrees, 100, torch.int64) == [True] * size
 
 
 def test_collectives_in_groups(world):

@@ -15,18 +15,22 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lecture_lib import RankError, RankTimeout, World
 from lecture_lib.launch import watch
+from lecture_lib.launch import world as launch_world
+from lecture_lib.trace import memory
 
 HERE = "test_launch_faults.py, line "
 
 
 def ready(world):
-    """The next run works, and soon. (Generous: a clock in a test only catches seconds, not milliseconds.)"""
+    """The next run works, and soon. (Generous: on a crowded machine everything takes many times as long. What these
+    clocks catch is a wait for a timeout, which is 60 seconds.)"""
     start = time.monotonic()
     assert world.run(lambda: dist.get_rank()) == list(range(world.size))
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 10
 
 
 def raises():
@@ -76,7 +80,7 @@ def test_one_rank_fails_while_the_others_wait(world, fault, culprit, its_line, o
         start = time.monotonic()
         with pytest.raises(RankError) as error:
             world.run(fault)
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 20
         assert type(error.value) is RankError and error.value.rank == 2
         assert not set(before) & set(world.pids)
         assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in before)
@@ -156,11 +160,10 @@ def one_peer_is_gone():
     ],
 )
 def test_a_deadlock_does_not_wait_for_the_timeout(world, fault, says, waited):
-    world.timeout = 30
     start = time.monotonic()
     with pytest.raises(RankTimeout) as error:
         world.run(fault)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
     message = str(error.value)
     assert message.startswith("no rank can move") and says in message
     (line,) = [line for line in message.splitlines() if line.startswith("rank 1 ")]
@@ -176,7 +179,7 @@ def test_shapes_that_differ_end_the_run_with_an_explanation(world, elements):
     start = time.monotonic()
     with pytest.raises(RankError) as error:
         world.run(different_shapes)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
     assert "size" in str(error.value) and f"float32[{elements}]" in str(error.value) and HERE in str(error.value)
     ready(world)
 
@@ -275,12 +278,19 @@ def test_a_rank_that_never_returns_meets_the_timeout():
         ready(world)
 
 
-def test_a_rank_that_sleeps_or_computes_keeps_the_others_waiting(world):
+@pytest.fixture
+def hasty(monkeypatch):
+    """A deadlock is told after 0.8 seconds; work that takes twice as long must not be taken for one."""
+    monkeypatch.setattr(launch_world, "DEADLOCK_SECONDS", 0.8)
+    monkeypatch.setattr(launch_world, "LEFT_ALONE_SECONDS", 0.8)
+
+
+def test_a_rank_that_sleeps_or_computes_keeps_the_others_waiting(world, hasty):
     def late():
         if dist.get_rank() == 1:
-            time.sleep(4)
+            time.sleep(1.6)
         if dist.get_rank() == 2:
-            end = time.monotonic() + 4
+            end = time.monotonic() + 1.6
             while time.monotonic() < end:
                 torch.ones(100, 100) @ torch.ones(100, 100)
         dist.barrier()
@@ -289,13 +299,13 @@ def test_a_rank_that_sleeps_or_computes_keeps_the_others_waiting(world):
     assert world.run(late) == ["done"] * 4
 
 
-def test_a_sleep_after_a_wait_and_a_thread_that_will_send_are_no_deadlocks(world):
+def test_a_sleep_after_a_wait_and_a_thread_that_will_send_are_no_deadlocks(world, hasty):
     sleep = time.sleep
 
     def sleeps_after_wait():
         if dist.get_rank() == 0:
             dist.isend(torch.ones(1), 1).wait()
-            sleep(3)  # the last name with a dot before it was wait
+            sleep(1.6)  # the last name with a dot before it was wait
         if dist.get_rank() == 1:
             dist.recv(torch.ones(1), 0)
         dist.barrier()
@@ -305,7 +315,7 @@ def test_a_sleep_after_a_wait_and_a_thread_that_will_send_are_no_deadlocks(world
 
     def a_thread_sends(returns):
         def later():
-            time.sleep(3)
+            time.sleep(1.6)
             dist.send(torch.ones(1), 1)
 
         if dist.get_rank() == 0:
@@ -361,12 +371,12 @@ def test_an_exception_that_cannot_be_shown_is_an_error_like_any_other(world):
         world.run(fail)
 
 
-def test_slow_work_inside_torch_distributed_is_no_deadlock(world, tmp_path):
+def test_slow_work_inside_torch_distributed_is_no_deadlock(world, hasty, tmp_path):
     def save():
         import torch.distributed.checkpoint as checkpoint
 
         disk = {"sleep": time.sleep}
-        exec("def slow_disk(descriptor): sleep(3)", disk)  # exec: no frame of the person's between c10d and the sleep
+        exec("def slow_disk(descriptor): sleep(1.6)", disk)  # exec: no frame of the person's between c10d and the sleep
         os.fsync = disk["slow_disk"]
         checkpoint.save({"x": torch.ones(4)}, checkpoint_id=tmp_path / "saved")
         return "saved"
@@ -377,8 +387,8 @@ def test_slow_work_inside_torch_distributed_is_no_deadlock(world, tmp_path):
 def test_output_and_finished_operations_are_progress():
     def slow():
         for i in range(8):
-            time.sleep(0.4)
-            dist.barrier() if i % 2 else print(i)
+            time.sleep(0.5)
+            print(i) if i < 4 else dist.barrier()  # 2 seconds of either
         return "done"
 
     with World(2, timeout=1.5) as world:
@@ -455,7 +465,7 @@ def test_no_keyboard(world, call):
     start = time.monotonic()
     with pytest.raises(RankError, match="A rank has no keyboard"):
         world.run(exec, call)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     ready(world)
 
 
@@ -472,7 +482,7 @@ def test_children_of_a_rank_work_and_end_with_it(world):
 
     children = world.run(leaves_a_child)
     world.restart()
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 20
     while any(map(psutil.pid_exists, children)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(psutil.pid_exists, children))
@@ -496,7 +506,7 @@ def test_no_descriptors_or_threads_leak(world):
     me = psutil.Process()
     world.restart()
     before = me.num_fds(), me.num_threads()
-    for _ in range(10):
+    for _ in range(4):
         world.restart()
     assert (me.num_fds(), me.num_threads()) == before
 
@@ -544,7 +554,7 @@ def test_a_closed_world_says_so_and_opens_again():
 
 def test_a_world_nobody_holds_ends():
     pids = World(2).pids
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 20
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(psutil.pid_exists, pids))
@@ -587,3 +597,48 @@ def test_a_look_reads_the_frames_of_a_rank_only_if_it_stays_where_it_is(world):
         assert looked >= 3 and read <= looked / 2  # by chance it is at the same depth twice
     for looked, read in world.run(looks, lambda: time.sleep(1.5)):
         assert read >= looked - 2 > 0
+
+
+def test_a_look_keeps_nothing_alive_that_the_rank_lets_go_of(world):
+    """Even if the looking thread is slow, as on an overloaded machine: what notebooks count must not depend on it."""
+
+    def inner(x):
+        y = x * 2
+        return y.sum()
+
+    def most_bytes():
+        with memory(nn.Module()) as held:
+            for _ in range(300):
+                inner(torch.ones(250))
+        return held.total
+
+    def looked_at():
+        if dist.get_rank() > 0:
+            return {2 * 250 * 4 + 4}
+        report, describe, done = watch.report, watch.describe, threading.Event()
+        told = report()
+        watch.report = lambda: told  # to the notebook; the looks are those below
+
+        def slow(*stack):
+            end = time.perf_counter() + 0.01
+            while time.perf_counter() < end:
+                pass
+            return describe(*stack)
+
+        def look():
+            while not done.is_set():
+                report(ending=True)  # reads the frames each time
+                time.sleep(0.001)
+
+        quiet = most_bytes()
+        watch.describe = slow
+        thread = threading.Thread(target=look)
+        thread.start()
+        try:
+            return {quiet, *(most_bytes() for _ in range(3))}
+        finally:
+            done.set()
+            thread.join()
+            watch.report, watch.describe = report, describe
+
+    assert world.run(looked_at) == [{2 * 250 * 4 + 4}] * 4

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lecture_lib import RankError
@@ -101,19 +101,27 @@ def test_what_was_printed_before_a_fault_is_not_lost(world, capfd):
     assert capfd.readouterr().out.splitlines() == [f"rank {r} | so far so good" for r in range(4)]
 
 
-def test_a_terminal_sees_the_first_running_rank_live(world, monkeypatch):
-    seen = []
-    start = time.monotonic()
-    monkeypatch.setattr("builtins.print", lambda text="", **_: seen.append((time.monotonic() - start, text)))
+def test_a_terminal_sees_the_first_running_rank_live(world, monkeypatch, tmp_path):
+    """The ranks go on only when their first line has been shown."""
+    seen, shown = [], tmp_path / "shown"
+
+    def show(text="", **_):
+        seen.append(text)
+        if "rank 0 | first" in text:
+            shown.touch()
 
     def speak():
-        for i in range(4):
-            sys.stdout.write(f"{i}\n")
-            time.sleep(0.4)
+        sys.stdout.write("first\nsecond\n")  # the second may still grow
+        until = time.monotonic() + 30
+        while not shown.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        sys.stdout.write("last\n")
+        return shown.exists()
 
-    world.run(speak)
-    assert any(text and when < 1.2 for when, text in seen)
-    assert "".join(text for _, text in seen) == "".join(f"rank {r} | {i}\n" for r in range(4) for i in range(4))
+    monkeypatch.setattr("builtins.print", show)
+    assert world.run(speak) == [True] * 4
+    lines = [f"rank {rank} | {word}\n" for rank in range(4) for word in ("first", "second", "last")]
+    assert "".join(seen) == "".join(lines)
 
 
 def test_output_of_a_thread_that_goes_on_belongs_to_the_next_run(world, capfd):
@@ -129,6 +137,7 @@ def test_output_of_a_thread_that_goes_on_belongs_to_the_next_run(world, capfd):
     assert capfd.readouterr().out == "rank 0 | late\nrank 0 | next\n"
 
 
+@settings(deadline=None)
 @given(st.text(st.characters(exclude_characters="\r\x1b", exclude_categories=["Cs"])), st.data())
 def test_a_transcript_does_not_depend_on_how_its_bytes_arrive(text, data):
     whole, pieces = Transcript(0, 4), Transcript(0, 4)
@@ -145,6 +154,7 @@ def test_a_transcript_does_not_depend_on_how_its_bytes_arrive(text, data):
     assert pieces.text() == "later"
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 3000), min_size=1, max_size=60), st.integers(1, 5000))
 def test_the_cut_is_the_same_however_the_bytes_arrive_and_counts_exactly(lengths, step):
     stream = b"".join(b"%d" % (i % 10) * n + b"\n" for i, n in enumerate(lengths))

@@ -10,7 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import lecture_lib.collectives.shared
+import lecture_lib.planner
+import lecture_lib.train  # noqa: F401
 from lecture_lib import World
+from lecture_lib.launch import fork_server
 from lecture_lib.launch.devices import choose
 
 
@@ -21,11 +25,19 @@ def test_importing_loads_nothing_heavy():
     assert not {"torch", "numpy", "IPython", "matplotlib", "jax", "zmq"} & set(done.stdout.split())
 
 
-def test_threads_are_shared_out(world):
+def test_what_is_imported_of_the_course_here_is_on_the_ranks_before_they_ask(world):
+    assert world.run(lambda: {"lecture_lib.train.loop", "lecture_lib.planner.search"} <= set(sys.modules)) == [True] * 4
+    assert psutil.Process(fork_server.running().process.pid).num_threads() == 1, "forking it is safe"
+    assert world.run(lambda: [m for m in sys.modules if m.startswith(fork_server.NOT_HERE[:-1])]) == [[]] * 4
+
+
+def test_threads_are_shared_out():
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert world.run(torch.get_num_threads) == [max(1, cores // 4)] * 4
-    with World(1, threads=3) as other:
-        assert other.run(torch.get_num_threads) == [3]
+    for size in (1, 4):
+        with World(size) as world:
+            assert world.run(torch.get_num_threads) == [max(1, cores // size)] * size
+    with World(1, threads=3) as world:
+        assert world.run(torch.get_num_threads) == [3]
 
 
 def test_a_kernel_with_running_openmp_threads_is_no_problem(world):
@@ -64,8 +76,8 @@ def test_code_that_initializes_its_own_process_group_runs_as_it_is_twice():
 def test_nothing_listens_beyond_loopback():
     def own_group():
         dist.init_process_group("gloo")
-        dist.barrier()
         dist.new_group([0, 1])
+        dist.barrier()  # else a rank that is done ends its groups while the other still connects
 
     with World(2) as world, World(2, backend=None) as other:
         world.run(lambda: dist.new_group([0, 1]) and dist.barrier())

@@ -117,7 +117,7 @@ def sum_of_losses(module, x, y):
 
 
 def check_against_one_process(bucket_mb):
-    """Every model and optimizer, 5 steps beside one process on the whole batch. Returns what differs by more than 1e-5,
+    """Every model and optimizer, 3 steps beside one process on the whole batch. Returns what differs by more than 1e-5,
     which is some 100 roundings of float32."""
     wrong = []
     for name, make in MODELS.items():
@@ -131,13 +131,13 @@ def check_against_one_process(bucket_mb):
             ours, theirs = new_optimizer(model.parameters()), new_optimizer(alone.parameters())
             steps = [
                 (mine, whole)
-                for epoch in range(3)
+                for epoch in range(2)
                 for mine, whole in zip(
                     sharded_batches(*samples(), batch_size=BATCH, epoch=epoch),
                     _shares(samples(), BATCH, epoch, seed=0, n=1, rank=0),
                 )
             ]
-            for (x, y, scale), (all_x, all_y, all_scale) in steps[:5]:
+            for (x, y, scale), (all_x, all_y, all_scale) in steps[:3]:
                 ours.zero_grad()
                 theirs.zero_grad()
                 loss = scale * sum_of_losses(model, x, y)
@@ -182,8 +182,8 @@ def test_the_five_line_version(worlds):
         assert [(call.name, call.elements) for call in led.calls] == [("all_reduce", size) for size in sizes]
         return relative(gradients(module), gradients(alone))
 
-    for n, world in worlds.items():
-        assert max(world.run(step)) <= 1e-5, n
+    for n in SIZES:
+        assert max(worlds[n].run(step)) <= 1e-5, n
 
 
 # ---- against DistributedDataParallel ---------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def check_against_pytorch():
         theirs = nn.parallel.DistributedDataParallel(theirs, find_unused_parameters=name == "unused")
         steppers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (ours, theirs)]
         x, y = (tensor.chunk(n)[rank] for tensor in samples(BATCH))
-        for _ in range(5):
+        for _ in range(3):  # DistributedDataParallel makes its buckets anew after the first
             for model, optimizer in zip((ours, theirs), steppers):
                 optimizer.zero_grad()
                 (sum_of_losses(model, x, y) / len(x)).backward()
@@ -294,8 +294,8 @@ def test_accumulation_sends_nothing_until_the_last_micro_batch(worlds):
             assert relative(gradients(model.module), gradients(alone)) <= 1e-5
         return "done"
 
-    for n, world in worlds.items():
-        assert world.run(step) == ["done"] * n
+    for n in SIZES:
+        assert worlds[n].run(step) == ["done"] * n
 
 
 def test_gradients_that_are_not_set_to_zero_add_up(worlds):
@@ -343,9 +343,9 @@ def test_bytes_and_number_of_buckets(worlds):
             model.finish_gradient_synchronization()
         return [(call.name, call.elements) for call in led.calls], led.bytes_sent
 
-    for n, world in worlds.items():
+    for n in SIZES:
         for bucket_mb, elements in ((25, [256]), (0.0006, [128, 128]), (0.000512, [128, 128]), (0, [64] * 4)):
-            for calls, sent in world.run(step, bucket_mb):
+            for calls, sent in worlds[n].run(step, bucket_mb):
                 assert calls == [("all_reduce", k) for k in elements] and n * sent == 2 * (n - 1) * 4 * 256
 
 
@@ -581,7 +581,7 @@ def test_sparse_gradients_are_refused(worlds):
 
 
 @given(samples=st.integers(0, 60), shares=st.integers(1, 6), per_rank=st.integers(1, 6), seed=st.integers(0, 99))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_every_sample_once_in_an_epoch(samples, shares, per_rank, seed):
     batch_size, rows = shares * per_rank, torch.arange(samples)
 

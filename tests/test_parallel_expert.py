@@ -320,7 +320,7 @@ def batch(rows=12, seq=16):
     return text[:, :-1], text[:, 1:]
 
 
-def train(model, tokens, targets, finish, steps=4):
+def train(model, tokens, targets, finish, steps=2):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for _ in range(steps):

@@ -1,16 +1,15 @@
 """One model on every layout of 4 and 8 ranks: the losses, gradient norms and weights of one process."""
 
+import functools
 import gc
 import os
-import sys
 from collections import Counter
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
 
-from lecture_lib import RankError, World
+from lecture_lib import RankError
 from lecture_lib.parallel.mesh import SCHEDULES, Mesh, ParallelTransformer, seed_of
 from lecture_lib.parallel.model import Transformer, next_token_loss
 from lecture_lib.trace import ledger
@@ -20,21 +19,8 @@ CLOSE = 1e-4  # relative
 LAYERS, HIDDEN, VOCAB, BATCH, SEQ = 2, 32, 64, 8, 16
 MODEL = dict(layers=LAYERS, hidden=HIDDEN, heads=4, kv_heads=2, ffn_hidden=48, vocab=VOCAB)
 CLIP = 0.5  # below the norm in every step
-STEPS = 20
-
-
-@pytest.fixture(scope="module")
-def world():
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    with World(4, timeout=120, threads=1) as world:
-        yield world
-
-
-@pytest.fixture(scope="module")
-def eight():
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    with World(8, timeout=120, threads=1) as world:
-        yield world
+STEPS = 8  # each batch twice
+RATE = 6e-3  # of AdamW
 
 
 def batch_of(step):
@@ -51,7 +37,7 @@ def whole_model(**changes):
 def in_one_process(**changes):
     """(losses, norms, parameters by name) of STEPS steps"""
     model = whole_model(**changes)
-    optimizer, losses, norms = torch.optim.AdamW(model.parameters(), lr=3e-3), [], []
+    optimizer, losses, norms = torch.optim.AdamW(model.parameters(), lr=RATE), [], []
     for step in range(STEPS):
         tokens, targets = batch_of(step)
         loss = next_token_loss(model(tokens), targets)
@@ -64,25 +50,21 @@ def in_one_process(**changes):
 
 
 @pytest.fixture(scope="module")
-def one_process():
+def one_process(worlds):
     """For a model that is changed like this: what ``in_one_process`` returns, once."""
-    found = {}
-    with World(1, threads=1) as alone:
 
-        def of(**changes):
-            key = str(changes)
-            if key not in found:
-                found[key] = alone.run(in_one_process, **changes)[0]
-            return found[key]
+    @functools.cache
+    def of(**changes):
+        return worlds[1].run(in_one_process, **changes)[0]
 
-        yield of
+    return of
 
 
 def on_a_mesh(axes, options, steps=STEPS, **changes):
     mesh = Mesh(**axes)
     try:
         model = ParallelTransformer(whole_model(**changes), mesh, **options)
-        optimizer, losses, norms = torch.optim.AdamW(model.parameters(), lr=3e-3), [], []
+        optimizer, losses, norms = torch.optim.AdamW(model.parameters(), lr=RATE), [], []
         for step in range(steps):
             losses.append(model.step(*batch_of(step)).item())
             norms.append(model.clip_gradients(CLIP).item())
@@ -105,7 +87,7 @@ def check_equal(outs, reference):
         assert far(theirs[0], losses[: len(theirs[0])]) < CLOSE
         assert far(theirs[1], norms[: len(theirs[1])]) < CLOSE
     if outs[-1][2] is not None:
-        assert losses[-1] < 0.9 * losses[0]  # something is learnt
+        assert losses[-1] < 0.95 * losses[-5]  # the same batch: something is learnt
         assert outs[-1][2].keys() == parameters.keys()
         for name, ours in outs[-1][2].items():
             assert torch.allclose(ours, parameters[name], atol=1e-4), name
@@ -128,8 +110,8 @@ def test_every_layout_of_4_ranks_trains_as_one_process(world, one_process, axes,
     check_equal(world.run(on_a_mesh, axes, options, **changes), one_process(**changes))
 
 
-def test_2x2x2_trains_as_one_process(eight, one_process):
-    check_equal(eight.run(on_a_mesh, dict(dp_replicate=2, tp=2, pp=2), dict(micro_batches=2)), one_process())
+def test_2x2x2_trains_as_one_process(worlds, one_process):
+    check_equal(worlds[8].run(on_a_mesh, dict(dp_replicate=2, tp=2, pp=2), dict(micro_batches=2)), one_process())
 
 
 @pytest.mark.parametrize(
@@ -149,9 +131,9 @@ def test_the_other_layouts_begin_as_one_process_does(world, one_process, axes, o
     check_equal(world.run(on_a_mesh, axes, options, 2), one_process())
 
 
-def test_a_layout_of_8_ranks_with_another_three_axes_does_too(eight, one_process):
+def test_a_layout_of_8_ranks_with_another_three_axes_does_too(worlds, one_process):
     options = dict(micro_batches=2, sequence_parallel=True)
-    check_equal(eight.run(on_a_mesh, dict(dp_shard=2, cp=2, tp=2), options, 2), one_process())
+    check_equal(worlds[8].run(on_a_mesh, dict(dp_shard=2, cp=2, tp=2), options, 2), one_process())
 
 
 @pytest.mark.parametrize("axes", [dict(dp_shard=4), dict(dp_shard=2, pp=2), dict(tp=2, pp=2)], ids=str)
@@ -335,14 +317,14 @@ def test_bf16_computes_in_16_bits_and_keeps_32(world, one_process):
 # ---- the mesh itself -------------------------------------------------------------------------------------------------
 
 
-def test_ranks_next_to_each_other_share_a_tensor(eight):
+def test_ranks_next_to_each_other_share_a_tensor(worlds):
     def neighbours():
         mesh = Mesh(pp=2, dp_replicate=2, tp=2)
         ranks = {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in ("pp", "dp_replicate", "tp")}
         mesh.close()
         return ranks
 
-    assert eight.run(neighbours)[5] == {"pp": [1, 5], "dp_replicate": [5, 7], "tp": [4, 5]}
+    assert worlds[8].run(neighbours)[5] == {"pp": [1, 5], "dp_replicate": [5, 7], "tp": [4, 5]}
 
 
 def test_a_closed_mesh_gives_back_its_threads_and_connections(world):

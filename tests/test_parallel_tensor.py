@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from comparing import counts, difference, relative, seeded
 from torch import nn
 
+from lecture_lib.parallel.mesh import Mesh, ParallelTransformer
 from lecture_lib.parallel.model import Attention, SwiGLU, Transformer, deep_mlp, next_token_loss
 from lecture_lib.parallel.tensor import (
     ColumnParallelLinear,
@@ -285,11 +286,11 @@ def test_the_megatron_pair_moves_one_all_reduce_each_way(sized):
 # ---- the deep MLP ----------------------------------------------------------------------------------------------------
 
 
-def five_steps(model, step):
-    """Losses of five steps with momentum."""
+def three_steps(model, step):
+    """Losses of three steps with momentum."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
-    for i in range(5):
+    for i in range(3):
         optimizer.zero_grad()
         loss = step(model, i)
         loss.backward()
@@ -306,7 +307,7 @@ def mlp_step(model, i):
 def check_mlp(layers, split):
     one = seeded(0, lambda: deep_mlp(24, layers))
     ours = split(seeded(dist.get_rank(), lambda: deep_mlp(24, layers)))
-    losses = difference(five_steps(ours, mlp_step), five_steps(one, mlp_step))
+    losses = difference(three_steps(ours, mlp_step), three_steps(one, mlp_step))
     return max(
         losses,
         relative(gather_full_gradients(ours), gradients(one)),
@@ -316,7 +317,7 @@ def check_mlp(layers, split):
 
 @pytest.mark.parametrize("split", [tensor_parallel, all_gather_mlp])
 @pytest.mark.parametrize("layers", [1, 3, 4])
-def test_five_steps_of_the_mlp_equal_one_process(sized, layers, split):
+def test_three_steps_of_the_mlp_equal_one_process(sized, layers, split):
     assert all(value < CLOSE for value in sized.run(check_mlp, layers, split))
 
 
@@ -356,7 +357,7 @@ def against_parallelize_module():
     losses = []
     for model in (ours, theirs):
         with ledger() as led:
-            losses.append(five_steps(model, mlp_step))
+            losses.append(three_steps(model, mlp_step))
         losses.append(counts(led))
     shards = zip(ours.parameters(), theirs.parameters(), strict=True)
     weights = max(difference(a.detach(), b.to_local().detach()) for a, b in shards)
@@ -394,7 +395,7 @@ def check_transformer(sequence_parallel, **options):
     ours = tensor_parallel(ours, sequence_parallel=sequence_parallel)
     if options.get("tied"):
         assert ours.head.weight is ours.embedding.weight
-    losses = difference(five_steps(ours, our_loss), five_steps(one, one_loss))
+    losses = difference(three_steps(ours, our_loss), three_steps(one, one_loss))
     state = gather_full_state_dict(ours)
     seeded(1, lambda: Transformer(**SIZES | options)).load_state_dict(state)
     return max(losses, relative(gather_full_gradients(ours), gradients(one)), relative(state, one.state_dict()))
@@ -402,7 +403,7 @@ def check_transformer(sequence_parallel, **options):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"kv_heads": 1}, {"kv_heads": 2}])
-def test_five_steps_of_the_transformer_equal_one_process(sized, sequence_parallel, options):
+def test_three_steps_of_the_transformer_equal_one_process(sized, sequence_parallel, options):
     if (sized.size, options.get("kv_heads")) == (3, 2):
         pytest.skip("3 ranks cannot share 2 key and value heads: see the errors")
     for value in sized.run(lambda: check_transformer(sequence_parallel, **options)):
@@ -765,3 +766,43 @@ def test_shards_made_with_one_seed_are_a_trap(world):
         return [int(torch.linalg.matrix_rank(weight)) for weight in whole]
 
     assert world.run(step) == [[2, 8]] * 4
+
+
+# ---- ranks that share a key and value head ---------------------------------------------------------------------------
+
+
+def test_models_on_a_mesh_share_the_groups_of_ranks_with_the_same_head(world):
+    """Two models, one group of two ranks for both; it is gone with the mesh. All four ranks are a group already."""
+
+    def groups_made(kv_heads):
+        from torch.distributed import distributed_c10d
+
+        before = len(distributed_c10d._world.pg_names)
+        mesh = Mesh(tp=4)
+        models = [Transformer(**SIZES | {"kv_heads": kv_heads}) for _ in range(2)]
+        attentions = [ParallelTransformer(model, mesh).stages[0][1].attention for model in models]
+        shared = {dist.get_process_group_ranks(part.replicas)[0] for a in attentions for part in (a.key, a.value)}
+        made = len(distributed_c10d._world.pg_names) - before
+        mesh.close()
+        return made, shared, len(distributed_c10d._world.pg_names) - before
+
+    assert world.run(groups_made, 2) == [(1, {0}, 0)] * 2 + [(1, {2}, 0)] * 2
+    assert world.run(groups_made, 1) == [(0, {0}, 0)] * 4
+
+
+def test_groups_that_a_mesh_gave_back_can_be_made_again(world):
+    """torch names a group that its own ranks make together after how many there are: a second one may get the name of
+    the first. The mesh's are numbered."""
+
+    def train(axes, kv_heads):
+        mesh = Mesh(**axes)
+        model = ParallelTransformer(seeded(0, lambda: Transformer(**SIZES | {"kv_heads": kv_heads})), mesh)
+        loss = model.step(*seeded(1, lambda: torch.randint(72, (2, 4, 8))))
+        mesh.close()
+        return loss.item()
+
+    def several():
+        return [train(*way) for way in [(dict(dp_replicate=2, tp=2), 1), (dict(tp=4), 2), (dict(tp=4), 2)]]
+
+    for _, before, again in world.run(several):
+        assert before == again

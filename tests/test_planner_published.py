@@ -11,6 +11,7 @@ from lecture_lib.planner import Cluster, Layout, Transformer, preset
 from lecture_lib.planner.calibrate import errors, fit, folds, groups, left_out, memory_errors, summary
 from lecture_lib.planner.constants import CALIBRATION, CONSTANTS, calibrated
 from lecture_lib.planner.estimate import estimate
+from lecture_lib.planner.published import RUNS as RUNS_FILE
 from lecture_lib.planner.published import read
 
 RUNS = read()
@@ -191,3 +192,9 @@ def test_folds_leave_each_run_out_once_a_round():
         found = Counter(i for group in folds(RUNS, k, repeats) for i in group)
         assert found == dict.fromkeys(range(87), repeats)
     assert folds(RUNS) == folds(RUNS)
+
+
+def test_runs_that_a_spreadsheet_saved_are_read_too(tmp_path):
+    path = tmp_path / "runs.csv"
+    path.write_text(RUNS_FILE.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    assert read(path) == RUNS

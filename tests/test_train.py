@@ -1,21 +1,24 @@
 """The trainer: the same run on any layout, killed and resumed, under World, torchrun and Slurm; and what it refuses."""
 
 import contextlib
+import fcntl
 import importlib
 import io
 import json
+import math
 import os
 import re
+import resource
 import runpy
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lecture_lib import RankError, World, planner
 from lecture_lib.train import checkpoint, options, text, tradeoff, tradeoff_table, train
@@ -28,17 +31,8 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def world():
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    with World(4, timeout=120, threads=1) as world:
-        yield world
-
-
-@pytest.fixture(scope="module")
-def alone():
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    with World(1, timeout=60, threads=1) as world:
-        yield world
+def alone(worlds):
+    return worlds[1]
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +42,14 @@ def losses(alone):
 
 
 @pytest.fixture(scope="module")
-def pair():
+def pair(worlds):
     """Two ranks, to be killed."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    with World(2, timeout=120, threads=1) as world:
-        yield world
+    return worlds[2]
 
 
 def far(ours, theirs):
     """Largest relative difference."""
-    assert len(ours) == len(theirs)
+    assert len(ours) == len(theirs) and all(map(math.isfinite, ours))
     return max(abs(a - b) / b for a, b in zip(ours, theirs))
 
 
@@ -179,7 +171,7 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_to_go_on_from(
     for result in pair.run(train, options(SMALL + keep + "--resume")):
         assert result.first_step == steps_done and far(result.losses, losses[steps_done:4]) < CLOSE
     left = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert left == [f"step-{steps_done:08}", "step-00000004"]
+    assert left == [".lock", f"step-{steps_done:08}", "step-00000004"]
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
@@ -261,6 +253,56 @@ def test_a_truncated_checkpoint(world, kept, file):
     assert everything_in(kept) == before
 
 
+def test_a_checkpoint_with_one_byte_changed(world, kept):
+    path = kept / "step-00000002" / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    message = message_of(world, f"--checkpoint {kept} --resume --pp 2")
+    assert f"{path} with other bytes than were written" in message and "remove" in message
+
+
+@pytest.mark.parametrize("facts", ["[]", "null", '{"step": 2}', '{"step": 2, "model": 3, "samples": {}, "files": {}}'])
+def test_a_checkpoint_whose_facts_are_others(alone, kept, facts):
+    (kept / "step-00000002" / "checkpoint.json").write_text(facts)
+    assert "checkpoint.json: the checkpoint is damaged" in message_of(alone, f"--checkpoint {kept} --resume")
+
+
+def test_a_checkpoint_of_a_run_with_other_samples_goes_on_and_says_so(alone, kept, capfd):
+    alone.run(train, options(SMALL + f"--steps 3 --checkpoint {kept} --resume"))
+    assert capfd.readouterr().out == ""
+    alone.run(train, options(SMALL + f"--steps 4 --checkpoint {kept} --resume --batch 8"))
+    assert "with other samples: it had batch 4, and this one batch 8" in capfd.readouterr().out
+
+
+def test_two_runs_do_not_write_to_the_same_directory(pair, kept):
+    (kept / ".step-00000003").mkdir()  # half written, by the run that goes on
+    before = everything_in(kept)
+    with open(kept / ".lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "found another run that writes" in message_of(pair, f"--checkpoint {kept} --resume")
+        assert everything_in(kept) == before
+    assert pair.run(train, options(SMALL + f"--checkpoint {kept} --resume --steps 3"))[0].first_step == 2
+
+
+def test_a_disk_that_is_full_is_one_sentence_and_keeps_what_was_there(pair, kept):
+    before = everything_in(kept)
+
+    def without_room(chosen):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        try:
+            return train(chosen)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    message = message_of(pair, f"--checkpoint {kept} --resume --tp 2 --steps 3", without_room)
+    assert "could not be written" in message and "a directory with room" in message
+    assert "\n" not in message and len(message) < 500
+    assert everything_in(kept).keys() == before.keys()
+
+
 def test_a_checkpoint_that_lacks_a_file(world, kept):
     (kept / "step-00000002" / "__0_0.distcp").unlink()
     assert "found no" in message_of(world, f"--checkpoint {kept} --resume")
@@ -275,7 +317,37 @@ def test_a_checkpoint_that_cannot_be_written(world, tmp_path):
 
 def test_a_loss_that_is_no_number_stops_the_run(world):
     message = message_of(world, "--lr 1e30 --steps 20")
-    assert re.search(r"the loss of step \d+ is (nan|inf)", message) and "1e+30" in message
+    assert re.search(r"the (loss|gradient's norm) of step \d+ is (nan|inf)", message) and "1e+30" in message
+
+
+def test_what_is_no_number_is_never_kept(alone, tmp_path):
+    message_of(alone, f"--checkpoint {tmp_path / 'run'} --checkpoint-every 1 --steps 20 --lr 1e3")
+    for path in checkpoint.checkpoints(tmp_path / "run"):
+        dcp_to_torch_save(path, tmp_path / "tensors")
+        tensors = torch.load(tmp_path / "tensors")
+        assert len(tensors) > 20 and all(tensor.isfinite().all() for tensor in tensors.values())
+
+
+def test_a_profile_that_cannot_be_written(pair, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    assert f"cannot write to {tmp_path / 'file'}" in message_of(pair, f"--profile {tmp_path / 'file'}")
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--clip -1", "argument --clip: -1.0 is not more than 0"),
+        ("--clip nan", "argument --clip: nan is not more than 0"),
+        ("--lr 0", "argument --lr: 0.0 is not more than 0"),
+        ("--lr inf", "argument --lr: inf is not more than 0, or not finite"),
+        ("--seed -1", "argument --seed: -1 is not from 0"),
+        ("--sample -3", "argument --sample: -3 is not from 0"),
+        ("--resume", "no --checkpoint DIR is given"),
+    ],
+)
+def test_what_cannot_be_said(words, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        options(words)
 
 
 # ---- what else it can do ---------------------------------------------------------------------------------------------
@@ -334,6 +406,9 @@ def test_store_recompute_communicate(world):
     S = rows_ * h * 4
     assert sequence.bytes_sent - tensor.bytes_sent == (2 * layers + 1) * 2 * 3 / 4 * h * 4
     assert both.bytes_sent - sequence.bytes_sent == pytest.approx(layers * 4 * 3 / 4 * S, rel=0.3)
+    in_bf16 = world.run(tradeoff, options(SMALL + "--batch 8 --kv-heads 4 --precision bf16"))[0]
+    assert in_bf16[0].activation_bytes < store.activation_bytes
+    assert all(0 < abs(half.loss - row.loss) < 0.01 * row.loss for half, row in zip(in_bf16, rows))
     table = tradeoff_table([*rows[1:], store._replace(loss=store.loss * 1.01)]).splitlines()
     assert len(table) == 8 and len({len(line) for line in table}) == 1
     assert [line.split()[-1] for line in table[1:]] == ["same"] * 6 + ["other"]
@@ -386,16 +461,20 @@ def test_one_process_needs_no_launcher_and_says_what_is_wrong(tmp_path):
 def test_the_slurm_template_runs_torchrun_as_slurm_would_run_it(tmp_path, alone, losses):
     """Slurm's own programs are replaced by two lines each; all else is the template, torchrun and the trainer."""
     alone.run(train, options(SMALL + f"--steps 2 --checkpoint {tmp_path / 'run'}"))  # a job that was requeued goes on
-    for name, body in (("scontrol", "echo localhost"), ("srun", 'shift; echo "srun $*" >> srun.txt; exec "$@"')):
+    for name, body in (
+        ("scontrol", "echo localhost"),
+        ("srun", 'shift; echo "srun $SRUN_CPUS_PER_TASK $*" >> srun.txt; exec "$@"'),
+    ):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "torchrun").write_text(f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
     (tmp_path / "torchrun").chmod(0o755)
     slurm = dict(
         SLURM_JOB_ID="123456", SLURM_JOB_NODELIST="localhost", SLURM_NNODES="1", SLURM_CPUS_PER_TASK="2",
-        SLURM_GPUS_ON_NODE="2", PATH=f"{tmp_path}:{os.environ['PATH']}", PYTHONPATH=str(ROOT),
+        SLURM_GPUS_ON_NODE="2", SLURM_RESTART_COUNT="1",
+        PATH=f"{tmp_path}:{os.environ['PATH']}", PYTHONPATH=str(ROOT),
     )  # fmt: skip
-    words = [*PROGRAM, "--tp", "2", "--checkpoint", str(tmp_path / "run")]
+    words = [*PROGRAM, "--tp", "2", f"--checkpoint={tmp_path / 'run'}"]
     done = subprocess.run(
         ["bash", str(ROOT / "tools" / "train.sbatch"), *words],
         cwd=tmp_path, env={**os.environ, **slurm}, capture_output=True, text=True,
@@ -405,4 +484,4 @@ def test_the_slurm_template_runs_torchrun_as_slurm_would_run_it(tmp_path, alone,
     assert losses[-1] < losses[2]  # on the source of the standard library
     line = (tmp_path / "srun.txt").read_text()
     assert "--nnodes 1 --nproc-per-node 2 --rdzv-id 123456 --rdzv-backend c10d --rdzv-endpoint localhost:23456" in line
-    assert line.strip().endswith("--resume")
+    assert line.strip().endswith("--resume") and line.startswith("srun 2 torchrun")

@@ -55,13 +55,12 @@ def _agree(name: str, arguments: dict, problem: str | None) -> None:
         arguments["ranks_per_node"] = ranks_of_a_node(n)
     if problem is None:
         try:
-            problem = _problem(arguments, n, rank)
+            problem = _problem(arguments, n)
         except Exception as error:
             problem = f"brought arguments that cannot be right ({type(error).__name__}: {error})."
     description = problem or f"called {name}({_description(arguments)})"
     splits = [0] * (2 * n) if problem else [*_split_sizes("input", arguments, n), *_split_sizes("output", arguments, n)]
-    mine = torch.tensor([_digest(description), problem is not None, *splits])  # (2 + 2n,)
-    everyone = _gather(mine, n, group)  # (n, 2 + 2n)
+    everyone = numbers_of_all([digest(description), problem is not None, *splits], group)  # (n, 2 + 2n)
     if everyone[:, 1].any() or (everyone[:, 0] != everyone[0, 0]).any():
         descriptions = [None] * n
         with unrecorded():
@@ -83,7 +82,29 @@ def _split_sizes(name: str, arguments: dict, n: int) -> list[int]:
     return list(arguments[f"{name}_split_sizes"] or [arguments[name].shape[0] // n] * n)
 
 
-def _gather(mine: Tensor, n: int, group) -> Tensor:
+def _disagreement(name: str, descriptions: list[str], at_fault: list[int], group) -> str:
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    if any(at_fault):
+        wrong = at_fault.index(1)
+        return f"{name}: rank {ranks[wrong]} {descriptions[wrong]}"
+    odd, usual = (f"rank {ranks[i]} {descriptions[i]}" for i in odd_and_usual(descriptions))
+    return (
+        f"the ranks disagree: {odd}, and {usual}. All ranks of a group must call the same collective with tensors of "
+        "the same shape, dtype and kind of device."
+    )
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------
+
+
+def digest(text: str) -> int:
+    """64 bits that stand for a text: the same on every rank."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def numbers_of_all(mine: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    """What each rank brought, by rank in the group: int64 (n, k). 8 k bytes from each; the ledger leaves it out."""
+    n, mine = dist.get_world_size(group), torch.tensor(mine)  # (k,)
     if n == 1:
         return mine[None]
     if dist.get_backend(group) == "nccl":
@@ -94,22 +115,11 @@ def _gather(mine: Tensor, n: int, group) -> Tensor:
     return everyone.cpu()
 
 
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-
-
-def _disagreement(name: str, descriptions: list[str], at_fault: list[int], group) -> str:
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    if any(at_fault):
-        wrong = at_fault.index(1)
-        return f"{name}: rank {ranks[wrong]} {descriptions[wrong]}"
-    usual = max(descriptions, key=descriptions.count)
-    odd = next(i for i, description in enumerate(descriptions) if description != usual)
-    other = descriptions.index(usual)
-    return (
-        f"the ranks disagree: rank {ranks[odd]} {descriptions[odd]}, and rank {ranks[other]} {usual}. All ranks of a "
-        "group must call the same collective with tensors of the same shape, dtype and kind of device."
-    )
+def odd_and_usual(brought: list) -> tuple[int, int]:
+    """Of what ranks brought, where it is not all the same: the first that differs from what most have, and the first of
+    these."""
+    usual = max(brought, key=brought.count)
+    return next(i for i, each in enumerate(brought) if each != usual), brought.index(usual)
 
 
 # ---- one rank's arguments --------------------------------------------------------------------------------------------
@@ -126,7 +136,7 @@ def _tensors(arguments: dict) -> dict[str, Tensor]:
     return found
 
 
-def _problem(arguments: dict, n: int, rank: int) -> str | None:
+def _problem(arguments: dict, n: int) -> str | None:
     """What is wrong with this rank's arguments, as the end of a sentence that begins with "rank 2"."""
     group, op, tensors = arguments["group"], arguments.get("op"), _tensors(arguments)
     for name, value in arguments.items():

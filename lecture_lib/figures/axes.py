@@ -3,10 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from .palette import PAPER
+from .palette import GRID, PAPER
 from .svg import SIZE, box, label, line
-
-GRID = "#D0D0D0"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from lecture_lib.collectives.bench import Row, size
 
-from .palette import INK, PALETTE
+from .palette import GRID, INK, PALETTE
 from .plot import Plot, canvas, plot
 
 
@@ -27,7 +27,7 @@ def time_by_size(rows: list[Row], predicted: dict[str, list[float]] | None = Non
     axes.set_ylabel("ms", color=INK)
     axes.yaxis.set_major_formatter("{x:g}")
     _name_curves(axes, ends, every[-1])
-    axes.grid(axis="y", color="#DDDDDD")
+    axes.grid(axis="y", color=GRID)
     dashed = ", measured and as the model says (dashed)" if predicted else ""
     first = rows[0]
     return plot(

@@ -2,17 +2,18 @@
 
 import ipywidgets as widgets
 
+from .controls import Explorer
 from .palette import FAINT, INK, PAPER, WASH, rank_color
 from .svg import Figure, box, figure, label, tag
 
 LEFT, TOP, ROW, PITCH = 110, 62, 74, 12
 
 
-def states(ledgers: list, count: int) -> list[tuple[list, list]]:
+def states(ledgers: list) -> list[tuple[list, list]]:
     """(transfers, holds) before any and after each step. ``transfers``: (from, to, chunk) of the step that led here;
     ``holds[rank][chunk]``: the ranks whose numbers are in what the rank has there.
 
-    The n-th message that each rank sent is step n. Chunks are numbered by where they begin in a tensor of ``count``.
+    The n-th message that each rank sent is step n. Chunks are numbered by where they begin in the tensor.
     """
     n = len(ledgers)
     sends = [[call for call in led.calls if call.name == "send"] for led in ledgers]
@@ -32,9 +33,9 @@ def states(ledgers: list, count: int) -> list[tuple[list, list]]:
     return found
 
 
-def chunks(name: str, ledgers: list, count: int, step: int) -> Figure:
+def chunks(name: str, ledgers: list, step: int) -> Figure:
     """The ranks as rows, chunks as columns; in each cell a block for every rank whose numbers have been added."""
-    moves, holds = states(ledgers, count)[step]
+    moves, holds = states(ledgers)[step]
     n, columns = len(holds), len(holds[0])
     width = (900 - LEFT - 10) / columns - PITCH
     block = (width - 16) / n
@@ -60,7 +61,7 @@ def chunks(name: str, ledgers: list, count: int, step: int) -> Figure:
             if new and whole:
                 words += ", whole"
             strokes.append(label(x + width / 2, y + 53, words, size=19))
-    total = len(states(ledgers, count)) - 1
+    total = len(states(ledgers)) - 1
     told = (
         "; ".join(f"rank {at} sends chunk {chunk} to rank {to}" for at, to, chunk in moves)
         or "each rank has its own numbers"
@@ -70,21 +71,17 @@ def chunks(name: str, ledgers: list, count: int, step: int) -> Figure:
     return figure(name, "Where the chunks are", text, 900, TOP + n * (ROW + PITCH) + 4, strokes)
 
 
-class ChunkStepper(widgets.VBox):
-    """A slider over the steps of a run. ``ledgers``: one per rank; ``count``: elements of the tensor."""
+class ChunkStepper(Explorer):
+    """A slider over the steps of a run. ``ledgers``: one per rank."""
 
-    def __init__(self, ledgers: list, count: int):
-        self._ledgers, self._count = ledgers, count
-        last = len(states(ledgers, count)) - 1
+    def __init__(self, ledgers: list):
+        self._ledgers = ledgers
+        last = len(states(ledgers)) - 1
         self.step = widgets.IntSlider(0, 0, last, description="step")
-        self.shown = widgets.HTML()
-        super().__init__([self.step, self.shown])
-        self.step.observe(self.draw, "value")
-        self.draw()
+        super().__init__((self.step,))
 
-    def draw(self, change=None) -> None:
-        drawn = chunks("chunks", self._ledgers, self._count, self.step.value)
-        self.text, self.shown.value = drawn.text, drawn.svg
+    def drawn(self) -> Figure:
+        return chunks("chunks", self._ledgers, self.step.value)
 
-    def __repr__(self) -> str:  # ipywidgets shows 110 characters of it
+    def __repr__(self) -> str:
         return f"Step {self.step.value} of {self.step.max}: " + self.text.rpartition("; ")[2]

@@ -3,7 +3,7 @@
 from lecture_lib.hardware.detect import size
 from lecture_lib.hardware.probe import duration, rate
 
-from .palette import FAINT, INK, PALETTE
+from .palette import FAINT, GRID, INK, PALETTE
 from .plot import Plot, plot
 
 
@@ -40,5 +40,5 @@ def _panel(axes, sizes: list[int], values: list[float], title: str, color: str) 
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylabel(title)
-    axes.grid(axis="y", color="#D0D0D0")
+    axes.grid(axis="y", color=GRID)
     axes.spines[["top", "right"]].set_visible(False)

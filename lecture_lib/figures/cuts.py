@@ -1,7 +1,7 @@
 """What each axis of parallelism cuts: the batch, the sequence, the layers, or every layer; and what travels for it."""
 
 from .palette import FAINT, INK, PALETTE, WASH
-from .svg import Figure, box, figure, label, line
+from .svg import ROW, Figure, box, figure, label, line, table
 
 AXES = {"dp": PALETTE[0], "cp": PALETTE[3], "pp": PALETTE[2], "tp": PALETTE[1]}
 MINE = PALETTE[6]
@@ -31,20 +31,14 @@ def four_cuts(name: str) -> Figure:
         label(660, 50, "pp: which layers", color=AXES["pp"]),
     ]
     y = top + high + 80
-    for axis, what, when in TRAVELS:
-        strokes += [
-            label(60, y, axis, anchor="start", color=AXES[axis], bold=True),
-            label(120, y, what, anchor="start"),
-            label(400, y, when, anchor="start"),
-        ]
-        y += 32
+    strokes += table(y, TRAVELS, (60, 120, 400), AXES)
     words = (
         "dp gives each rank some sequences, cp a part of each sequence, pp some layers, tp a part of every layer; one "
         "GPU has one piece of the batch and one of the model. "
         + "; ".join(f"for {axis} travel {what} {when}" for axis, what, when in TRAVELS)
         + "."
     )
-    return figure(name, "Four cuts", words, 900, y - 4, strokes)
+    return figure(name, "Four cuts", words, 900, y + ROW * len(TRAVELS) - 4, strokes)
 
 
 def _block(x, y, w, h, rows, columns, mine, axes) -> list[str]:

@@ -1,6 +1,6 @@
 """Data parallelism in one picture, and what ZeRO leaves of it on each rank."""
 
-from .palette import FAINT, INK, PALETTE, WASH, rank_color, text_color
+from .palette import FAINT, GREY, INK, PALE, PALETTE, PAPER, WASH, rank_color, text_color
 from .svg import Figure, box, figure, label, line
 
 RANKS = 4
@@ -29,7 +29,7 @@ def data_parallel(name: str) -> Figure:
         ]
     strokes += [
         box(LEFT, 326, PITCH * RANKS - PITCH + WIDE, 44, fill=INK, radius=8),
-        label(LEFT + (PITCH * RANKS - PITCH + WIDE) / 2, 348, "all-reduce: average", color="#FFFFFF", bold=True),
+        label(LEFT + (PITCH * RANKS - PITCH + WIDE) / 2, 348, "all-reduce: average", color=PAPER, bold=True),
     ]
     text = (
         f"a batch of {4 * RANKS} rows on {RANKS} ranks; each rank has 4 rows of its own and a copy of all parameters, "
@@ -83,7 +83,7 @@ def zero(name: str) -> Figure:
                     strokes.append(box(x + rank * piece, y - high / 2, piece - 3, high, fill=color, stroke=color))
                     strokes.append(label(x + (rank + 0.5) * piece - 1.5, y, rank, color=text_color(color)))
             else:
-                strokes.append(box(x, y - high / 2, wide - 3, high, fill="#D9D9D9", stroke=FAINT))
+                strokes.append(box(x, y - high / 2, wide - 3, high, fill=GREY, stroke=FAINT))
                 strokes.append(label(x + wide / 2, y, "all ranks"))
             x += wide + 14
         strokes.append(label(x + 58, y, f"{held:g} P", bold=True))
@@ -99,7 +99,6 @@ def layers_held(name: str, layers: int = 4) -> Figure:
     """Which layers are whole on a rank in each step of a forward and a backward pass of ZeRO-3."""
     order = [*range(layers), *reversed(range(layers))]
     left, top, wide, high = 130, 96, 92, 46
-    blue, pale = PALETTE[0], "#BBD7EA"
     strokes = [
         label(left + wide * layers / 2, 24, "forward", bold=True),
         label(left + wide * layers * 1.5, 24, "backward", bold=True),
@@ -114,9 +113,9 @@ def layers_held(name: str, layers: int = 4) -> Figure:
             y = top + high * layer
             fill, words = WASH, f"1/{RANKS}"
             if layer == at:
-                fill, words = blue, "works"
+                fill, words = PALETTE[0], "works"
             elif layer == following:
-                fill, words = pale, "arrives"
+                fill, words = PALE, "arrives"
             strokes.append(box(x + 2, y - high / 2 + 2, wide - 4, high - 4, fill=fill, stroke=fill))
             strokes.append(label(x + wide / 2, y, words, color=text_color(fill)))
     text = (

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import ipywidgets as widgets
 import numpy
 
+from .controls import Explorer
 from .palette import FAINT, INK, WASH, rank_color, text_color
 from .svg import Figure, box, figure, label, line
 
@@ -101,7 +102,7 @@ def draw(experts: int, top_k: int, skew: float, capacity_factor: float) -> Figur
     return figure("expert_balance", "Load of experts", text, 900, bottom + 80, strokes)
 
 
-class BalanceExplorer(widgets.VBox):
+class BalanceExplorer(Explorer):
     """Controls for experts, top-k, skew and capacity above the load that they give."""
 
     def __init__(self):
@@ -110,17 +111,7 @@ class BalanceExplorer(widgets.VBox):
         self.skew = widgets.FloatSlider(min=0, max=1.5, step=0.1, value=0.5, description="skew")
         factors = [(f"{factor:g}", factor) for factor in (1, 1.25, 1.5, 2, 4)] + [("none", math.inf)]
         self.capacity = widgets.SelectionSlider(options=factors, value=math.inf, description="capacity factor")
-        self.shown = widgets.HTML()
-        controls = (self.experts, self.top_k, self.skew, self.capacity)
-        for control in controls:
-            control.style.description_width = "110px"
-            control.observe(self.redraw, "value")
-        super().__init__([widgets.HBox(controls[:2]), widgets.HBox(controls[2:]), self.shown])
-        self.redraw()
+        super().__init__((self.experts, self.top_k), (self.skew, self.capacity), label_width="110px")
 
-    def redraw(self, change=None) -> None:
-        drawn = draw(self.experts.value, self.top_k.value, self.skew.value, self.capacity.value)
-        self.text, self.shown.value = drawn.text, drawn.svg
-
-    def __repr__(self) -> str:
-        return self.text.removeprefix("Load of experts: ")
+    def drawn(self) -> Figure:
+        return draw(self.experts.value, self.top_k.value, self.skew.value, self.capacity.value)

@@ -4,10 +4,12 @@ import ipywidgets as widgets
 
 from lecture_lib.hardware import get
 
+from .controls import Explorer
 from .roofline import of_a_layer, roofline
+from .svg import Figure
 
 
-class RooflineExplorer(widgets.VBox):
+class RooflineExplorer(Explorer):
     """Controls for shape, number type and machine above the roofline that they give.
 
     ``measured``: Peaks of this machine, added to the datasheets as "this machine"."""
@@ -19,23 +21,16 @@ class RooflineExplorer(widgets.VBox):
         self.width = widgets.SelectionSlider(options=powers[7:], value=4096, description="width")
         self.dtype = widgets.Dropdown(options=["bf16", "fp16", "fp8", "tf32", "fp32"], description="dtype")
         self.machine = widgets.Dropdown(options=list(self.machines), value="H100", description="machine")
-        self.shown = widgets.HTML()
-        controls = (self.tokens, self.width, self.dtype, self.machine)
-        super().__init__([widgets.HBox(controls[:2]), widgets.HBox(controls[2:]), self.shown])
-        for control in controls:
-            control.observe(self.draw, "value")
-        self.draw()
+        super().__init__((self.tokens, self.width), (self.dtype, self.machine))
 
-    def draw(self, change=None) -> None:
+    def drawn(self) -> Figure:
         name, dtype = self.machine.value, self.dtype.value
         try:
             operations = of_a_layer(self.tokens.value, self.width.value, dtype)
-            drawn = roofline("explored", operations, self.machines[name], dtype, title=name)
+            return roofline("explored", operations, self.machines[name], dtype, title=name)
         except ValueError:  # no peak is known for this type
-            self.text = f"No {dtype} peak is known for {name}: choose another number type."
-            self.shown.value = f"<p>{self.text}</p>"
-        else:
-            self.text, self.shown.value = drawn.text, drawn.svg
+            words = f"No {dtype} peak is known for {name}: choose another number type."
+            return Figure("explored", f"<p>{words}</p>", words)
 
     def __repr__(self) -> str:
         return self.text

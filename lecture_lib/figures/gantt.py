@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from .palette import INK, rank_color, text_color
+from .palette import GREY, INK, rank_color, text_color
 from .plot import Plot, canvas, plot
 
 TOP, HEIGHT = 0.42, 0.36  # of the height of a rank's row: regions above its middle, operations below it
@@ -16,7 +16,7 @@ def gantt(lines: list) -> Plot:
     first = min((begin for begin, _ in spans), default=0.0)
     length = max((end for _, end in spans), default=1.0) - first
     for row, line in enumerate(lines):
-        for calls, top, fill in ((False, row - TOP, "#D9D9D9"), (True, row + 0.02, rank_color(line.rank))):
+        for calls, top, fill in ((False, row - TOP, GREY), (True, row + 0.02, rank_color(line.rank))):
             events = [event for event in line.events if (event.call is not None) == calls]
             lanes = _lanes(events)
             height = HEIGHT / (max(lanes, default=0) + 1)

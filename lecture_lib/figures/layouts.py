@@ -1,10 +1,10 @@
 """Ranks on a mesh, and three ways to have an activation when the backward pass asks for it."""
 
-from .palette import INK, PALETTE, rank_color, text_color
-from .svg import Figure, box, figure, label, line
+from .palette import GREY, INK, PALE, PALETTE, rank_color, text_color
+from .svg import ROW, Figure, box, figure, label, line, table
 
 SIZES = {"pp": 2, "dp": 2, "tp": 2}
-LIGHT, DARK, AGAIN = "#BBD7EA", PALETTE[0], PALETTE[4]  # forward, backward, forward once more
+LIGHT, DARK, AGAIN = PALE, PALETTE[0], PALETTE[4]  # forward, backward, forward once more
 
 
 def mesh(name: str) -> Figure:
@@ -42,20 +42,14 @@ def mesh(name: str) -> Figure:
         ("dp", "the same layers, other samples", "gradients travel, once a step"),
         ("pp", "other layers", "activations travel, for each micro-batch"),
     )
-    for axis, holds, travels in says:
-        strokes += [
-            label(60, y, axis, anchor="start", bold=True),
-            label(110, y, holds, anchor="start"),
-            label(480, y, travels, anchor="start"),
-        ]
-        y += 32
+    strokes += table(y, says, (60, 110, 480))
     words = (
         "eight ranks as pp 2 x dp 2 x tp 2; ranks 0 to 3 hold stage 0, ranks 4 to 7 stage 1; along tp, ranks 0 and 1 "
         "are neighbours, along dp ranks 0 and 2, along pp ranks 0 and 4; "
         + "; ".join(f"along {axis}: {holds}, {travels}" for axis, holds, travels in says)
         + "."
     )
-    return figure(name, "A mesh", words, 900, y - 6, strokes)
+    return figure(name, "A mesh", words, 900, y + ROW * len(says) - 6, strokes)
 
 
 def _between(x0, y0, x1, y1, words: str, *, above: bool) -> list[str]:
@@ -94,16 +88,16 @@ def three_ways(name: str) -> Figure:
         work = held(way)
         for j, (kind, layers) in enumerate(work):
             x = left + wide * j
-            strokes.append(
-                box(x, y - unit * layers, wide - 2, unit * layers, fill="#D9D9D9", stroke="#D9D9D9", radius=0)
-            )
+            strokes.append(box(x, y - unit * layers, wide - 2, unit * layers, fill=GREY, stroke=GREY, radius=0))
             fill = {"F": LIGHT, "B": DARK, "R": AGAIN}[kind]
             strokes.append(box(x, y + 2, wide - 2, 30, fill=fill, stroke=fill))
             strokes.append(label(x + wide / 2 - 1, y + 17, kind.replace("R", "F"), color=text_color(fill), bold=True))
         if way == "communicate":
             strokes += [_dot(left + wide * j - 1, y + 17) for j in range(1, len(work))]
         most = max(layers for _, layers in work)
-        words.append(f"{way}: {len(work)} passes over a layer, {most:g} layers' activations at most")
+        words.append(
+            f"{way}: {len(work)} passes over a layer, activations of {most:g} layer{'s' * (most != 1)} at most"
+        )
     strokes.append(label(left + wide * 8 + 24, 44 + 40, "grey: what a rank holds", anchor="start"))
     y = 44 + row * 2 + unit * LAYERS
     strokes.append(_dot(left + wide * 8 + 32, y + 17))

@@ -19,7 +19,10 @@ PALETTE = (
 
 INK = "#000000"  # text, outlines, and sums: what belongs to no single rank
 FAINT = "#8A8A8A"  # lines in the background
+GRID = "#D0D0D0"  # lines behind a drawing to scale
+GREY = "#D9D9D9"  # the fill of what is no rank's own, or is there for a moment only
 WASH = "#EEEEEE"  # the fill of what holds no data
+PALE = "#BBD7EA"  # a light PALETTE[0]
 PAPER = "#FFFFFF"
 
 

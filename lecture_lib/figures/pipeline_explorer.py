@@ -7,6 +7,7 @@ import ipywidgets as widgets
 from lecture_lib.parallel import pipeline
 from lecture_lib.parallel.pipeline import Cost, Schedule
 
+from .controls import Explorer
 from .pipeline import NAMES, WIDTH, layout, strokes, summary
 from .svg import Figure, figure
 
@@ -36,7 +37,7 @@ def draw(name: str, ranks: int, micro_batches: int, virtual: int, backward: tupl
     return figure("pipeline_explorer", "A schedule", summary(title, run) + ".", WIDTH, height, strokes(boxes, words))
 
 
-class PipelineExplorer(widgets.VBox):
+class PipelineExplorer(Explorer):
     """Controls for schedule, sizes and costs above the chart that they give."""
 
     def __init__(self):
@@ -49,22 +50,15 @@ class PipelineExplorer(widgets.VBox):
         self.I = widgets.SelectionSlider(options=ratios, value=1, description="I / F")
         self.W = widgets.SelectionSlider(options=ratios, value=1, description="W / F")
         self.send = widgets.SelectionSlider(options=ratios, value=0, description="message / F")
-        self.shown = widgets.HTML()
-        controls = (self.schedule, self.ranks, self.micro_batches, self.virtual, self.I, self.W, self.send)
-        for control in controls:
-            control.style.description_width = "100px"
-            control.observe(self.redraw, "value")
         super().__init__(
-            [widgets.HBox(controls[:3]), widgets.HBox(controls[3:5]), widgets.HBox(controls[5:]), self.shown]
+            (self.schedule, self.ranks, self.micro_batches),
+            (self.virtual, self.I),
+            (self.W, self.send),
+            label_width="100px",
         )
-        self.redraw()
 
-    def redraw(self, change=None) -> None:
+    def drawn(self) -> Figure:
         name = self.schedule.value
         self.virtual.disabled = name != "interleaved"
         backward = self.I.value, self.W.value
-        drawn = draw(name, self.ranks.value, self.micro_batches.value, self.virtual.value, backward, self.send.value)
-        self.text, self.shown.value = drawn.text, drawn.svg
-
-    def __repr__(self) -> str:
-        return self.text.removeprefix("A schedule: ")
+        return draw(name, self.ranks.value, self.micro_batches.value, self.virtual.value, backward, self.send.value)

@@ -4,10 +4,12 @@ import textwrap
 
 import ipywidgets as widgets
 
+from lecture_lib.hardware.specs import GIB
 from lecture_lib.planner import Cluster, Estimate, Layout, estimate, preset
-from lecture_lib.planner.memory import GIB, OUTSIDE
+from lecture_lib.planner.memory import OUTSIDE
 
-from .palette import FAINT, INK, PALETTE
+from .controls import Explorer
+from .palette import FAINT, INK, PALETTE, PAPER
 from .planning_bars import COLORS, WAITS, held
 from .svg import Figure, box, figure, label, line
 
@@ -19,7 +21,7 @@ GROUPS = {  # drawn together, for small bars
     "bubble": ("pipeline bubble",),
     "other": ("launches", "stragglers"),
 }
-GROUP_COLORS = dict(zip(GROUPS, (PALETTE[0], PALETTE[1], PALETTE[2], PALETTE[4], "#FFFFFF", WAITS), strict=True))
+GROUP_COLORS = dict(zip(GROUPS, (PALETTE[0], PALETTE[1], PALETTE[2], PALETTE[4], PAPER, WAITS), strict=True))
 
 
 def draw(e: Estimate) -> Figure:
@@ -77,7 +79,7 @@ def refusal(why: str) -> Figure:
     return figure("layout", "A layout", textwrap.shorten(why, 106, placeholder=" ..."), 900, 326, strokes)
 
 
-class LayoutExplorer(widgets.VBox):
+class LayoutExplorer(Explorer):
     """Controls for model, cluster and layout above the time and the memory that they give."""
 
     def __init__(
@@ -98,18 +100,14 @@ class LayoutExplorer(widgets.VBox):
         self.global_batch = slide(options=powers, value=global_batch, description="batch")
         self.zero = choose(options=[0, 1, 2, 3], value=1, description="ZeRO")
         self.recompute = choose(options=["none", "selective", "full"], value="none", description="recompute")
-        self.shown = widgets.HTML()
         rows = (
             (self.model, self.gpu, self.zero, self.recompute),
             (self.gpus, self.global_batch, self.micro_batch),
             (self.tp, self.pp, self.cp, self.parts),
         )
         for control in (control for row in rows for control in row):
-            control.style.description_width = "80px"
             control.layout.width = "290px" if control in rows[1] else "220px"
-            control.observe(self.redraw, "value")
-        super().__init__([*(widgets.HBox(row) for row in rows), self.shown])
-        self.redraw()
+        super().__init__(*rows, label_width="80px")
 
     def estimate(self) -> Estimate:
         """Of what the controls say. Raises ValueError for a layout that cannot run."""
@@ -122,12 +120,8 @@ class LayoutExplorer(widgets.VBox):
         layout = Layout(**axes, **policies, virtual_stages=parts)
         return estimate(preset(self.model.value), Cluster(self.gpu.value, gpus, node), layout)
 
-    def redraw(self, change=None) -> None:
+    def drawn(self) -> Figure:
         try:
-            drawn = draw(self.estimate())
+            return draw(self.estimate())
         except ValueError as error:
-            drawn = refusal(str(error))
-        self.text, self.shown.value = drawn.text, drawn.svg
-
-    def __repr__(self) -> str:
-        return self.text.removeprefix("A layout: ")
+            return refusal(str(error))

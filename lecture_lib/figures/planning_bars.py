@@ -1,12 +1,13 @@
 """Where the time and the memory of a training step go, as the planner sees it."""
 
+from lecture_lib.hardware.specs import GIB
 from lecture_lib.planner import Estimate
-from lecture_lib.planner.memory import GIB, OUTSIDE
+from lecture_lib.planner.memory import OUTSIDE
 
-from .palette import FAINT, INK, PALETTE
+from .palette import FAINT, GREY, INK, PALETTE
 from .plot import Plot, canvas, plot
 
-COMPUTES, TALKS, WAITS = PALETTE[0], PALETTE[4], "#D9D9D9"
+COMPUTES, TALKS, WAITS = PALETTE[0], PALETTE[4], GREY
 DOES = {  # part of a step -> what a GPU does in it
     "matmuls": COMPUTES,
     "attention": COMPUTES,

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lecture_lib.hardware.specs import GIB
 from lecture_lib.planner import Estimate, Plans, estimate
-from lecture_lib.planner.memory import GIB
 from lecture_lib.planner.published import Run
 
-from .axes import GRID
-from .palette import FAINT, INK, PALETTE
+from .palette import FAINT, GRID, INK, PALETTE
 from .plot import Plot, canvas, plot
 
 SOURCES = {  # start of a run's source -> what it is called here, and its colour

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from .axes import GRID, number_words
-from .palette import FAINT, PALETTE
+from .axes import number_words
+from .palette import FAINT, GRID, PALETTE
 from .plot import Plot, canvas, plot
 
 COLORS = (PALETTE[2], PALETTE[4], PALETTE[1])

@@ -6,6 +6,7 @@ import ipywidgets as widgets
 
 from lecture_lib.planner import Cluster, Estimate, best, preset, reliability
 
+from .controls import Explorer
 from .palette import FAINT, INK, PALETTE
 from .planning import key, short
 from .planning_bars import KINDS, shares
@@ -68,7 +69,7 @@ def _axes(e: Estimate) -> str:
     return f"dp {a.dp}, tp {a.tp}, pp {a.pp}, cp {a.cp}"
 
 
-class ScalingPlans(widgets.VBox):
+class ScalingPlans(Explorer):
     """A slider through the sizes of a cluster, for a batch that stays the same or grows with it."""
 
     def __init__(self, model: str = "llama3-8b", gpu: str = "H100", batch: int = 2048):
@@ -79,15 +80,7 @@ class ScalingPlans(widgets.VBox):
         self.plans = {
             kind: [fastest(model, gpu, n, batch if kind == strong else 2 * n) for n in SIZES] for kind in (strong, weak)
         }
-        self.shown = widgets.HTML()
-        for control in (self.batch, self.gpus):
-            control.observe(self.redraw, "value")
-        super().__init__([self.batch, self.gpus, self.shown])
-        self.redraw()
+        super().__init__((self.batch,), (self.gpus,))
 
-    def redraw(self, change=None) -> None:
-        drawn = draw(self.plans[self.batch.value], SIZES.index(self.gpus.value))
-        self.text, self.shown.value = drawn.text, drawn.svg
-
-    def __repr__(self) -> str:
-        return self.text.removeprefix("Scaling: ")
+    def drawn(self) -> Figure:
+        return draw(self.plans[self.batch.value], SIZES.index(self.gpus.value))

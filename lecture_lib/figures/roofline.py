@@ -14,8 +14,8 @@ from lecture_lib.hardware import (
     softmax,
 )
 
-from .axes import GRID, LogAxis, number_words, rate_words
-from .palette import FAINT, INK, PALETTE
+from .axes import LogAxis, number_words, rate_words
+from .palette import FAINT, GRID, INK, PALETTE, PAPER
 from .svg import Figure, figure, label, line, n
 
 LEFT, RIGHT, TOP, BOTTOM, NAMES = 96, 560, 66, 356, 590
@@ -68,7 +68,7 @@ def roofline(name: str, operations: dict[str, Operation], machine, dtype: str = 
         px, py = x.at(op.intensity), y.at(best)
         strokes += [
             line([(px, py), (RIGHT + 8, slot), (NAMES - 6, slot)], color=color, width=1.5),
-            f'<circle cx="{n(px)}" cy="{n(py)}" r="7" fill="{color}" stroke="#FFFFFF" stroke-width="1.5"/>',
+            f'<circle cx="{n(px)}" cy="{n(py)}" r="7" fill="{color}" stroke="{PAPER}" stroke-width="1.5"/>',
             label(NAMES, slot, short_name, anchor="start", color=INK),
             label(884, slot, number_words(op.intensity), anchor="end"),
         ]

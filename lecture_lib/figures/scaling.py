@@ -7,6 +7,7 @@ import ipywidgets as widgets
 from lecture_lib.hardware import get
 
 from .axes import time_words
+from .controls import Explorer
 from .palette import FAINT, INK, PALETTE
 from .svg import Figure, box, figure, label, line
 from .travel import BYTES, MFU, all_reduce_seconds
@@ -67,7 +68,7 @@ def draw(parameters: float, tokens: int, gpus: int, gpu: str) -> Figure:
     return figure("scaling", "A data-parallel step", text, 900, 188, strokes)
 
 
-class ScalingExplorer(widgets.VBox):
+class ScalingExplorer(Explorer):
     """Controls for model, batch, GPUs and accelerator above the step that they give."""
 
     def __init__(self):
@@ -78,17 +79,7 @@ class ScalingExplorer(widgets.VBox):
         )
         self.gpus = widgets.SelectionSlider(options=[2**i for i in range(15)], value=64, description="GPUs")
         self.gpu = widgets.Dropdown(options=["A100", "H100", "B200"], value="H100", description="accelerator")
-        self.shown = widgets.HTML()
-        controls = (self.parameters, self.tokens, self.gpus, self.gpu)
-        for control in controls:
-            control.style.description_width = "110px"
-            control.observe(self.redraw, "value")
-        super().__init__([widgets.HBox(controls[:2]), widgets.HBox(controls[2:]), self.shown])
-        self.redraw()
+        super().__init__((self.parameters, self.tokens), (self.gpus, self.gpu), label_width="110px")
 
-    def redraw(self, change=None) -> None:
-        drawn = draw(self.parameters.value * 1e9, self.tokens.value, self.gpus.value, self.gpu.value)
-        self.text, self.shown.value = drawn.text, drawn.svg
-
-    def __repr__(self) -> str:
-        return self.text.removeprefix("A data-parallel step: ")
+    def drawn(self) -> Figure:
+        return draw(self.parameters.value * 1e9, self.tokens.value, self.gpus.value, self.gpu.value)

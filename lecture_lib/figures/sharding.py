@@ -1,10 +1,9 @@
 """Who holds which part of a tensor: shards, copies, and parts of a sum that nobody has added up yet."""
 
-from .palette import FAINT, INK, rank_color, text_color
+from .palette import FAINT, GREY, INK, PAPER, rank_color, text_color
 from .svg import Figure, box, figure, label, line
 
 RANKS = 4
-GREY = "#D9D9D9"
 
 
 def placements(name: str) -> Figure:
@@ -31,7 +30,7 @@ def placements(name: str) -> Figure:
 def held(x: float, y: float, size: float, placement: str, rank: int) -> list[str]:
     """The outline of the whole tensor, and in it what this rank holds."""
     color, quarter = rank_color(rank), size / RANKS
-    outline = box(x, y, size, size, fill="#FFFFFF", stroke=FAINT, radius=0)
+    outline = box(x, y, size, size, fill=PAPER, stroke=FAINT, radius=0)
     if placement == "Shard(0)":
         return [outline, box(x, y + quarter * rank, size, quarter, fill=color, stroke=color, radius=0)]
     if placement == "Shard(1)":
@@ -39,7 +38,7 @@ def held(x: float, y: float, size: float, placement: str, rank: int) -> list[str
     if placement == "Replicate()":
         middle = label(x + size / 2, y + size / 2, "all")
         return [box(x, y, size, size, fill=GREY, stroke=INK, radius=0), middle]
-    strokes = [box(x, y, size, size, fill="#FFFFFF", stroke=color, width=4, radius=0, dash="8 6")]
+    strokes = [box(x, y, size, size, fill=PAPER, stroke=color, width=4, radius=0, dash="8 6")]
     strokes.append(label(x + size / 2, y + size / 2 - 12, "a part", color=INK))
     return [*strokes, label(x + size / 2, y + size / 2 + 14, "of all", color=INK)]
 
@@ -76,9 +75,9 @@ def placements_2d(name: str) -> Figure:
 def held_2d(x: float, y: float, size: float, pair: str, rank: int) -> list[str]:
     color, half, quarter = rank_color(rank), size / 2, size / 4
     dp, tp = divmod(rank, 2)
-    outline = box(x, y, size, size, fill="#FFFFFF", stroke=FAINT, radius=0)
+    outline = box(x, y, size, size, fill=PAPER, stroke=FAINT, radius=0)
     if pair == "[Replicate(), Partial()]":
-        whole = box(x, y, size, size, fill="#FFFFFF", stroke=color, width=4, radius=0, dash="8 6")
+        whole = box(x, y, size, size, fill=PAPER, stroke=color, width=4, radius=0, dash="8 6")
         strokes = [whole, label(x + half, y + half, "part")]
         return [*strokes, label(x + size + 11, y + half, "+", bold=True, size=26)] if tp == 0 else strokes
     at, shape = {
@@ -104,7 +103,7 @@ def moves(name: str) -> Figure:
         "Shard(0)": shard0,
         "Shard(1)": shard1,
     }.items():
-        fill = GREY if words == "Replicate()" else "#FFFFFF"
+        fill = GREY if words == "Replicate()" else PAPER
         strokes.append(box(x - wide / 2, y - high / 2, wide, high, fill=fill, radius=8))
         strokes.append(label(x, y, words, bold=True, mono=True))
     strokes += arrow(214, top, 686, top)

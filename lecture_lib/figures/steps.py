@@ -7,7 +7,7 @@ from lecture_lib.hardware import ladder as steps_of
 
 from .axes import LogAxis, time_words, vertical_grid
 from .ladder import first_word
-from .palette import FAINT, PALETTE
+from .palette import FAINT, GRID, PALETTE
 from .plot import Plot, canvas, plot
 from .svg import Figure, box, figure, label, n
 
@@ -89,6 +89,6 @@ def your_ladder(report, machine: str = "H100") -> Plot:
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(lambda seconds, _: time_words(seconds))
     axes.set_xlabel("time to move 1 GB")
-    axes.grid(axis="x", color="#D0D0D0")
+    axes.grid(axis="x", color=GRID)
     axes.set_axisbelow(True)
     return plot(figure, f"Your ladder: time to move 1 GB; {'; '.join(words)}.")

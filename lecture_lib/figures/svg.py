@@ -12,6 +12,7 @@ from .palette import INK, PAPER, text_color
 SANS = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 MONO = "Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', monospace"
 SIZE = 20  # pixels; 14 pt is 18.7 pixels
+ROW = 32  # pixels from a line of a table to the next
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,6 +60,17 @@ def label(x, y, words, *, size=SIZE, anchor="middle", color=INK, bold=False, mon
         f'<text x="{n(x)}" y="{n(y + 0.35 * size)}" font-size="{size}" text-anchor="{anchor}" fill="{color}"{style}>'
         f"{escape(str(words))}</text>"
     )
+
+
+def table(y, rows, columns, colors=None) -> list[str]:
+    """Rows of words, the first at height y. ``columns``: where each column begins; the words of the first are bold, and
+    may each have a colour of their own."""
+    strokes = []
+    for i, (head, *others) in enumerate(rows):
+        color = (colors or {}).get(head, INK)
+        strokes.append(label(columns[0], y + ROW * i, head, anchor="start", color=color, bold=True))
+        strokes += [label(x, y + ROW * i, words, anchor="start") for x, words in zip(columns[1:], others, strict=True)]
+    return strokes
 
 
 def box(x, y, w, h, *, fill=PAPER, stroke=INK, width=1.5, radius=4, dash="") -> str:

@@ -4,7 +4,7 @@ A coloured piece is on the rank of that colour and number; grey is on all ranks.
 """
 
 from .data_parallel import HIGH, LEFT, PITCH, RANKS, WIDE, down, filled
-from .palette import FAINT, INK, PALETTE, PAPER, WASH, rank_color, text_color
+from .palette import FAINT, GREY, INK, PALETTE, PAPER, WASH, rank_color, text_color
 from .svg import Figure, box, figure, label, line
 
 LIGHT, DARK = PALETTE[5], PALETTE[0]  # forward, backward
@@ -54,7 +54,7 @@ def striped(x: float, y: float, w: float, h: float, way: str) -> list[str]:
 
 
 def grey(x: float, y: float, w: float, h: float) -> list[str]:
-    return [box(x, y, w, h, fill="#D9D9D9", stroke=FAINT, radius=2), label(x + w / 2, y + h / 2, "all")]
+    return [box(x, y, w, h, fill=GREY, stroke=FAINT, radius=2), label(x + w / 2, y + h / 2, "all")]
 
 
 def sheets(x: float, y: float, w: float, h: float, step: float = 28, rise: float = 9) -> list[str]:

@@ -5,6 +5,7 @@ import ipywidgets as widgets
 from lecture_lib.hardware import get
 
 from .axes import time_words
+from .controls import Explorer
 from .palette import FAINT, PALETTE
 from .svg import Figure, box, figure, label
 from .travel import BYTES, MFU, all_reduce_seconds
@@ -49,24 +50,14 @@ def draw(tokens: int, hidden: int, gpu: str) -> Figure:
     return figure("tensor_scaling", "A tensor-parallel layer", text, 900, top + pitch * (len(RANKS) - 1) + 34, strokes)
 
 
-class TensorScalingExplorer(widgets.VBox):
+class TensorScalingExplorer(Explorer):
     """Controls for width, tokens and accelerator above the layer that they give."""
 
     def __init__(self):
         self.hidden = widgets.SelectionSlider(options=[2**i for i in range(10, 16)], value=8192, description="hidden")
         self.tokens = widgets.SelectionSlider(options=[2**i for i in range(18)], value=4096, description="tokens")
         self.gpu = widgets.Dropdown(options=["A100", "H100", "B200", "GB200"], value="H100", description="accelerator")
-        self.shown = widgets.HTML()
-        controls = (self.hidden, self.tokens, self.gpu)
-        for control in controls:
-            control.style.description_width = "90px"
-            control.observe(self.redraw, "value")
-        super().__init__([widgets.HBox(controls), self.shown])
-        self.redraw()
+        super().__init__((self.hidden, self.tokens, self.gpu), label_width="90px")
 
-    def redraw(self, change=None) -> None:
-        drawn = draw(self.tokens.value, self.hidden.value, self.gpu.value)
-        self.text, self.shown.value = drawn.text, drawn.svg
-
-    def __repr__(self) -> str:
-        return self.text.removeprefix("A tensor-parallel layer: ")
+    def drawn(self) -> Figure:
+        return draw(self.tokens.value, self.hidden.value, self.gpu.value)

@@ -1,6 +1,6 @@
 """Drawings of training runs: how the loss falls, what a rank holds, and where the time of a step goes."""
 
-from .palette import FAINT, INK, PALETTE, text_color
+from .palette import FAINT, GREY, INK, PALETTE, text_color
 from .plot import Plot, canvas, plot
 
 
@@ -21,8 +21,8 @@ def loss_curves(runs: dict[str, list[float]]) -> Plot:
     return plot(figure, f"Loss by step: {steps}; {'each falls' if falls else 'not each falls'}.")
 
 
-KINDS = {"matmuls": PALETTE[0], "attention": PALETTE[5], "all other operators": PALETTE[4], "neither": "#D9D9D9"}
-HELD = {"parameters": PALETTE[5], "gradients": PALETTE[4], "optimizer": PALETTE[6], "for a moment": "#D9D9D9"}
+KINDS = {"matmuls": PALETTE[0], "attention": PALETTE[5], "all other operators": PALETTE[4], "neither": GREY}
+HELD = {"parameters": PALETTE[5], "gradients": PALETTE[4], "optimizer": PALETTE[6], "for a moment": GREY}
 
 
 def step_bars(rows: dict[str, dict[str, float]]) -> Plot:
@@ -37,8 +37,8 @@ def step_bars(rows: dict[str, dict[str, float]]) -> Plot:
 
 def held_bars(held: dict) -> Plot:
     """``held``: for each name a lecture_lib.trace.Memory of a block that ends before the optimizer's step. One bar
-    each, up to the most that the rank held. "For a moment" is what that is more than the block's end: activations,
-    mostly."""
+    each, up to the most that the rank held. "For a moment" is what that is more than the block's end: activations, and
+    what is whole only while it works."""
     rows = {}
     for name, each in held.items():
         rows[name] = {kind: each.at_end[kind] / 1e6 for kind in HELD if kind in each.at_end}
@@ -47,7 +47,10 @@ def held_bars(held: dict) -> Plot:
         f"{name} {sum(parts.values()):.2f} (" + ", ".join(f"{kind} {size:.2f}" for kind, size in parts.items()) + ")"
         for name, parts in rows.items()
     )
-    return plot(_bars(rows, HELD, "MB held", "{:.2f}"), f"MB that a rank holds: {'; '.join(words)}.")
+    figure = _bars(rows, HELD, "MB held", "{:.2f}")
+    for y, most in enumerate(sum(parts.values()) for parts in rows.values()):
+        figure.axes[0].text(most, y, f" {most:.2f} MB", va="center", weight="bold", color=INK, fontsize=14)
+    return plot(figure, f"MB that a rank holds: {'; '.join(words)}.")
 
 
 def _bars(rows: dict[str, dict[str, float]], colors: dict[str, str], unit: str, form: str):
@@ -59,7 +62,7 @@ def _bars(rows: dict[str, dict[str, float]], colors: dict[str, str], unit: str, 
         for kind, color in colors.items():
             size = parts[kind]
             axes.barh(y, size, left=left, height=0.62, color=color, edgecolor=FAINT, linewidth=0.8)
-            if size > 0.06 * longest:
+            if size > 0.065 * longest:
                 middle = left + size / 2
                 axes.text(middle, y, form.format(size), ha="center", va="center", color=text_color(color), fontsize=14)
             left += size
@@ -69,7 +72,7 @@ def _bars(rows: dict[str, dict[str, float]], colors: dict[str, str], unit: str, 
             -0.95, 0.03 * longest, left=x / 100 * longest, height=0.3, color=color, edgecolor=FAINT, linewidth=0.8
         )
         axes.text((x + 4) / 100 * longest, -0.95, kind, va="center", ha="left", fontsize=14, color=INK)
-        x += 9 + 1.35 * len(kind)
+        x += 11 + 1.35 * len(kind)
     axes.set_yticks(range(len(rows)), rows)
     axes.set_ylim(len(rows) - 0.5, -1.3)
     axes.set_xlim(0, longest)

@@ -29,8 +29,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+from lecture_lib.launch import wire
+
 # torch._dynamo: DistributedDataParallel and optimizers import it at first use, a second each time unless it is here.
 PRELOAD = ("torch", "torch._dynamo", "torch.distributed.tensor", "lecture_lib.launch.rank")
+
+# Parts of the course that a notebook has imported are imported here too, once and not on each rank; not these, which no
+# rank needs (figures), which set up Triton for the devices that they find, or which are here already (launch).
+OWN = "lecture_lib."
+NOT_HERE = tuple(f"{OWN}{part}" for part in ("figures", "kernels", "collectives.shared", "hardware.chase", "launch"))
 
 _server = None
 
@@ -59,6 +66,7 @@ def running() -> "ForkServer":
 class ForkServer:
     def __init__(self):
         self.owner = os.getpid()
+        self.imported: set[str] = set()
         self.socket, theirs = socket.socketpair()
         self.log = tempfile.TemporaryFile()  # has no name, so nothing is left of it
         self.folder = tempfile.mkdtemp(prefix="lecture_lib-")  # for rendezvous; the server removes it when it ends
@@ -88,6 +96,14 @@ class ForkServer:
                 },
             )
         atexit.register(self.clean_up)
+
+    def import_as_here(self) -> None:
+        """Have the server import what this process has imported of the course, for the ranks that it forks next."""
+        names = {name for name in list(sys.modules) if name.startswith(OWN) and not name.startswith(NOT_HERE)}
+        if names - self.imported:
+            self.socket.sendall(b"i")
+            wire.write(self.socket, [" ".join(sorted(names - self.imported)).encode()])
+            self.imported |= names
 
     def fork(self, fds: list[int]) -> None:
         """Ask for a rank that owns these four descriptors. What becomes of it is told through ``last_words``."""
@@ -122,8 +138,7 @@ def main(fd: int, parent: int, folder: str) -> None:
         with _end_with(parent):
             for module in PRELOAD:
                 importlib.import_module(module)
-        gc.collect()
-        gc.freeze()  # the collector would write to every object's header, and so copy every page into every rank
+        _freeze()
         _serve(kernel, parent, folder, children)
     finally:
         for pid in children:
@@ -131,6 +146,19 @@ def main(fd: int, parent: int, folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         if sys.exc_info()[0] in (None, SystemExit):
             os._exit(0)  # taking the interpreter apart would take longer than all of the above
+
+
+def _freeze() -> None:
+    """The collector would write to every object's header, and so copy every page into every rank."""
+    gc.collect()
+    gc.freeze()
+
+
+def _import(names: list[str]) -> None:
+    for name in names:
+        with contextlib.suppress(Exception):  # the rank that needs it will say what is wrong
+            importlib.import_module(name)
+    _freeze()
 
 
 @contextlib.contextmanager
@@ -163,6 +191,9 @@ def _serve(kernel: socket.socket, parent: int, folder: str, children: dict[int, 
             request, fds, _, _ = socket.recv_fds(kernel, 1, 4)
             if not request:
                 return  # end of file: the kernel is gone
+            if request == b"i":
+                _import(wire.read(kernel)[0].decode().split())
+                continue
             _fork_rank(fds, [kernel.fileno(), wake, wake_write], folder, children)
 
 

@@ -284,7 +284,7 @@ def run_cell(namespace: dict, source: tuple, borrowed: dict) -> dict:
 
 def _explain(error: BaseException) -> dict:
     stack = list(traceback.walk_tb(error.__traceback__))[::-1]
-    explanation = watch.describe(stack) | {
+    explanation = watch.describe(stack, watch.operations_started()) | {
         "type": type(error).__name__,
         "message": _message(error),
         "exit": error.code if isinstance(error, SystemExit) else None,

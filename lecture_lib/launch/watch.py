@@ -4,8 +4,9 @@ While the main thread waits inside a collective it has let go of the GIL, so a s
 innermost frames tell the operation; the first frame that belongs to the person tells the line.
 
 Frames of a thread that goes on at the same time must not be touched: torch calls Python from C++ and back, and ranks
-have crashed over it. So a look first only writes down where the main thread is, which touches no frame, and reads its
-frames if it is there since the look before.
+have crashed over it; and who holds a frame keeps alive the tensors in it, which the rank may be counting. So a look
+first only writes down where the main thread is, which touches no frame. It reads its frames if it is there since the
+look before, and keeps the GIL until it has let go of them.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 _PACKAGE = str(Path(__file__).parents[1])
@@ -29,6 +31,7 @@ _LIBRARIES = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib"
     "<frozen",
     "<string>",
 )
+HOLD_SECONDS = 0.5  # of the GIL; a look takes a millisecond, unless its thread loses the core
 UNFINISHED_SECONDS = 1.0  # what a rank that has returned gives its asynchronous operations to finish
 _C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
 # Where else torch waits for other ranks. Not all of torch.distributed: writing a checkpoint is slow, but no deadlock.
@@ -57,20 +60,34 @@ def report(ending: bool = False) -> dict:
     global _last_place
     place = None if ending else _place()
     rests, _last_place = ending or place == _last_place, place
-    threads = False
+    started, threads = operations_started(), False
     if rests:
-        stacks = _stacks()
-        does = describe(stacks.pop(threading.main_thread().ident))
-        threads = _in_threads(stacks)
+        with _keeping_the_gil():
+            stacks = _stacks()
+            does = describe(stacks.pop(threading.main_thread().ident), started)
+            threads = _in_threads(stacks, started)
+            del stacks
     else:
         frames = [(file, int(line), name) for file, line, name in _FRAME.findall(place)][::-1]
         frames = [frame for frame in frames if is_persons(frame[0])]
-        does = {"operation": None, "needs": None, "frames": frames, "done": operations_started()}
+        does = {"operation": None, "needs": None, "frames": frames, "done": started}
     return does | {
         "cpu": time.process_time() - time.thread_time(),
         "queued": _queued(),
         "threads": threads,
     }
+
+
+@contextlib.contextmanager
+def _keeping_the_gil() -> Iterator[None]:
+    """No other thread gets the GIL in the block, unless this one calls what lets go of it, or waits for a core."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(HOLD_SECONDS)
+    time.sleep(0)  # a thread that began to wait for it before, gets it now
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 _last_place: str | None = None
@@ -111,16 +128,16 @@ def _stacks() -> dict[int, list]:
     return {ident: list(traceback.walk_stack(frame)) for ident, frame in sys._current_frames().items()}
 
 
-def _in_threads(stacks: dict[int, list]) -> bool:
+def _in_threads(stacks: dict[int, list], started: int) -> bool:
     """Whether one of these threads is in the person's code, and not in an operation."""
-    others = [describe(stack) for stack in stacks.values()]
+    others = [describe(stack, started) for stack in stacks.values()]
     return any(other["frames"] and not other["operation"] for other in others)
 
 
-def describe(stack: list) -> dict:
-    """The same of any stack, given as (frame, line) pairs, innermost first: a live one, or that of an exception."""
+def describe(stack: list, started: int) -> dict:
+    """The same of any stack, given as (frame, line) pairs, innermost first: a live one, or that of an exception.
+    ``started``: by ``operations_started()``, which lets go of the GIL."""
     operation, needs = waiting_in([frame for frame, _ in stack])
-    started = operations_started()
     persons = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in stack if is_persons(f.f_code.co_filename)]
     # new_group and an operation of another group are not counted by the default group's sequence number.
     counted = operation is not None and not operation.startswith("new_group") and " in group " not in operation
@@ -143,9 +160,12 @@ def left_behind() -> dict:
     """What goes on after the person's code has returned."""
     threads = False
     if len(sys._current_frames()) > 2:  # this one, and the one that answers the notebook
-        stacks = _stacks()
-        del stacks[threading.main_thread().ident]
-        threads = _in_threads(stacks)
+        started = operations_started()
+        with _keeping_the_gil():
+            stacks = _stacks()
+            del stacks[threading.main_thread().ident]
+            threads = _in_threads(stacks, started)
+            del stacks
     return {"unfinished": _unfinished(), "threads": threads}
 
 

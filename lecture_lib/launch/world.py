@@ -169,6 +169,7 @@ class World:
         self._deadline = time.monotonic() + START_SECONDS
         self._server = fork_server.running()
         try:
+            self._server.import_as_here()
             for rank in range(self.size):
                 process = spawn(self._server, rank, self.size)
                 self._processes.append(process)

@@ -5,13 +5,13 @@ every wrapper compares what the ranks bring when it is built: a few bytes a rank
 """
 
 import functools
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from lecture_lib.collectives.agreement import digest, numbers_of_all, odd_and_usual
 from lecture_lib.trace import unrecorded
 
 
@@ -23,15 +23,11 @@ def agree(who: str, facts: Iterable[str], group: dist.ProcessGroup | None = None
     """
     facts = list(facts)
     text = "\n".join([problem or "", *facts])
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    mine = torch.tensor([int.from_bytes(digest, "little", signed=True), problem is not None], device=device)  # (2,)
-    everyone = mine.new_empty(dist.get_world_size(group) * 2)
+    everyone = numbers_of_all([digest(text), problem is not None], group)  # (n, 2)
+    if (everyone == everyone[0]).all() and problem is None:
+        return
+    brought: list = [None] * len(everyone)
     with unrecorded():
-        dist.all_gather_single(everyone, mine, group=group)
-        if (everyone.view(-1, 2) == mine).all() and problem is None:
-            return
-        brought: list = [None] * dist.get_world_size(group)
         dist.all_gather_object(brought, (problem, facts), group)
     raise ValueError(f"{who}: {_difference(brought, dist.get_process_group_ranks(group or dist.group.WORLD))}")
 
@@ -129,15 +125,13 @@ def _difference(brought: list[tuple[str | None, list[str]]], ranks: list[int]) -
         if problem is not None:
             return f"rank {rank} {problem}"
     all_facts = [facts for _, facts in brought]
-    usual = max(all_facts, key=all_facts.count)
-    odd = next(i for i, facts in enumerate(all_facts) if facts != usual)
-    a, b = ranks[odd], ranks[all_facts.index(usual)]
-    for mine, theirs in zip(all_facts[odd], usual, strict=False):
+    (a, odd), (b, usual) = ((ranks[i], all_facts[i]) for i in odd_and_usual(all_facts))
+    for mine, theirs in zip(odd, usual, strict=False):
         if mine != theirs:
             return (
                 f"the ranks disagree: rank {a} brought {mine}; rank {b} brought {theirs}. Build the same on every rank."
             )
-    (less, few), (more, many) = sorted([(a, all_facts[odd]), (b, usual)], key=lambda brought: len(brought[1]))
+    (less, few), (more, many) = sorted([(a, odd), (b, usual)], key=lambda brought: len(brought[1]))
     return (
         f"the ranks disagree: rank {more} brought {len(many) - len(few)} more than rank {less}, the first of them "
         f"{many[len(few)]}. Build the same on every rank."

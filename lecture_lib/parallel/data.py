@@ -149,9 +149,10 @@ class Bucket:
         self.work = None
         mine = self.owner in (None, dist.get_rank())
         for parameter, slot in self.slots.items():
-            if not mine or (parameter not in self.ready and nobody_used(slot)):
+            if not mine or (parameter not in self.ready and slot.numel() and nobody_used(slot)):
                 parameter.grad = None
         if not mine:
+            self.flat.untyped_storage().resize_(0)  # freed now, and not when the backend lets go of it
             self.flat, self.slots = None, {}
         self.holds_sums = mine and self.owner is not None
 

@@ -22,6 +22,7 @@ their experts, and back (Lepikhin et al. 2020, GShard, section 3.2):
 
 import math
 import numbers
+from fractions import Fraction
 
 import torch
 import torch.distributed as dist
@@ -103,7 +104,7 @@ class MoE(nn.Module):
         self.wanted = counts = expert.bincount(minlength=p.shape[1])  # (E,)
         self.balance = self.balance_loss(p, counts)
         if self.capacity_factor is not None:
-            capacity = math.ceil(self.capacity_factor * len(copies) / len(counts))
+            capacity = math.ceil(Fraction(str(self.capacity_factor)) * len(copies) / len(counts))
             first = counts.cumsum(0) - counts  # (E,): where the queue of each expert begins
             place = torch.arange(len(copies), device=copies.device) - first[expert]  # in its queue
             copies, counts = copies[place < capacity], counts.clamp(max=capacity)
@@ -242,7 +243,7 @@ def balance_of(model: nn.Module) -> Tensor:
 def average_gradients(
     model: nn.Module, group: ProcessGroup | None = None, replicas: ProcessGroup | None = None
 ) -> None:
-    """After backward(): every .grad becomes that of the mean of the ranks' losses.
+    """After the last backward() of a step: every .grad becomes that of the mean of the ranks' losses.
 
     What all ranks hold, and have used, is averaged over them: 2 (n-1)/n bytes for each byte. An expert is on one rank,
     and through the all-to-alls it already has the gradient of every rank's loss: their sum. Divided by n, that is the

@@ -16,9 +16,8 @@ import re
 from dataclasses import dataclass, replace
 
 from lecture_lib.hardware import specs
+from lecture_lib.hardware.specs import GIB
 from lecture_lib.planner.numbers import missing, positive, whole
-
-GIB = 2**30
 
 # "80GB", "80 GiB", "80g", or a number that nothing follows: "A100-80"; "500W", "500 watts".
 _SIZE = re.compile(r"(?<![a-z0-9])(\d+) ?(?:gi?b?(?![a-z])|$)")

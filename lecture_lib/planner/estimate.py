@@ -11,10 +11,11 @@ the dense peak of the layout's precision, of a GPU that is not power limited (Ch
 import functools
 from dataclasses import dataclass
 
+from lecture_lib.hardware.specs import GIB
 from lecture_lib.planner.cluster import Cluster
 from lecture_lib.planner.constants import calibrated
 from lecture_lib.planner.layout import Layout, complete
-from lecture_lib.planner.memory import GIB, OUTSIDE, memory_bytes
+from lecture_lib.planner.memory import OUTSIDE, memory_bytes
 from lecture_lib.planner.model import Transformer
 from lecture_lib.planner.step import recomputed, step_seconds
 

@@ -84,8 +84,3 @@ def best_interval(c: float, m: float) -> float:
         return m
     x = math.sqrt(c / (2 * m))
     return math.sqrt(2 * c * m) * (1 + x / 3 + x**2 / 9) - c
-
-
-def checkpoint_bytes(parameters: int) -> int:
-    """float32 weights and Adam's two states: 12 bytes for each parameter."""
-    return 12 * parameters

@@ -19,10 +19,6 @@ class Size:
     reliability: Reliability
     efficiency: float
 
-    @property
-    def useful_tokens_per_second(self) -> float:
-        return self.estimate.tokens_per_second * self.reliability.goodput
-
 
 def grow(
     model: Transformer,
@@ -42,6 +38,7 @@ def grow(
     if layout.global_batch is None:
         layout = layout.with_(micro_batch=first.micro_batch, global_batch=first.global_batch)
     sizes: list[Size] = []
+    smallest = None
     for n in gpus:
         n = whole("gpus", n)
         bigger = replace(cluster, gpus=n)
@@ -52,7 +49,7 @@ def grow(
         e = estimate(model, bigger, layout.with_(dp=dp, global_batch=batch))
         r = reliability(n, **failures)
         each = e.tokens_per_second_per_gpu * r.goodput
-        smallest = sizes[0].estimate.tokens_per_second_per_gpu * sizes[0].reliability.goodput if sizes else each
+        smallest = each if smallest is None else smallest
         sizes.append(Size(e, r, each / smallest))
     return sizes
 

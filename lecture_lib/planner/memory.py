@@ -26,11 +26,11 @@ Rajbhandari et al., ZeRO, 2019, https://arxiv.org/abs/1910.02054, section 3.1, w
 FSDP keep them.
 """
 
+from lecture_lib.hardware.specs import GIB
 from lecture_lib.planner.constants import FRAGMENTATION
 from lecture_lib.planner.layout import Layout, layers_of_a_stage, parameters_of_a_rank
 from lecture_lib.planner.model import Transformer
 
-GIB = 2**30
 LOGIT_BYTES = {"bf16": 2 + 2 + 2, "float32": 2 + 4 + 4 + 4}
 OUTSIDE = 2 * GIB  # CUDA's context and NCCL's buffers, which PyTorch's allocator does not count
 

@@ -63,7 +63,7 @@ class Run:
 
 def read(path: str | Path = RUNS) -> list[Run]:
     """All lines. Raises ValueError where one does not make sense."""
-    with open(path, newline="", encoding="utf-8") as file:
+    with open(path, newline="", encoding="utf-8-sig") as file:
         return [_run(row) for row in csv.DictReader(file)]
 
 

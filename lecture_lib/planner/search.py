@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lecture_lib.hardware.specs import GIB
 from lecture_lib.planner.cluster import Cluster
 from lecture_lib.planner.constants import calibrated
 from lecture_lib.planner.estimate import Estimate
 from lecture_lib.planner.layout import RECOMPUTE, Layout, check, complete
-from lecture_lib.planner.memory import GIB, OUTSIDE, memory_bytes
+from lecture_lib.planner.memory import OUTSIDE, memory_bytes
 from lecture_lib.planner.model import Transformer
 from lecture_lib.planner.numbers import whole
 from lecture_lib.planner.step import step_seconds

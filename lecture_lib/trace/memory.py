@@ -76,10 +76,11 @@ class _Counter(TorchDispatchMode):
         before = {_key(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
         result = func(*args, **kwargs)
         self._forget_ended()
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and _key(tensor) not in before:  # not a view, nor in place
-                self._see(tensor, "activations")
-        self.count()
+        made = [x for x in tree_leaves(result) if isinstance(x, Tensor) and _key(x) not in before]
+        for tensor in made:
+            self._see(tensor, "activations")
+        if made or func._schema.is_mutable:  # a view changes nothing, and half of the operators are views
+            self.count()
         return result
 
     def count(self) -> None:

@@ -2,7 +2,7 @@
 
     python -m lecture_lib.train                                                   one process
     torchrun --nproc-per-node 4 -m lecture_lib.train --tp 2 --pp 2                four on this machine
-    sbatch tools/train.sbatch --tp 8 --pp 2                                       some nodes, under Slurm
+    sbatch tools/train.sbatch --tp 2 --pp 2                                       some nodes, under Slurm
 
     from lecture_lib import World, train                                          from a cell: the same
     result = World(4).run(train.train, train.options("--tp 2 --pp 2 --quiet"))[0]

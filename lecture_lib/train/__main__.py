@@ -10,8 +10,7 @@ from lecture_lib.train.options import options
 if __name__ == "__main__":
     try:
         train(options(sys.argv[1:]))
-    except ValueError as error:  # a sentence that says what to do, the same on every rank
+    except ValueError as error:  # a sentence that says what to do, nearly always the same on every rank
         if int(os.environ.get("RANK", 0)):
-            time.sleep(3)  # torchrun ends all ranks when one has ended; rank 0 speaks first
-            sys.exit(1)
+            time.sleep(3)  # torchrun ends all ranks when one has ended; rank 0 speaks first, if it has something to say
         sys.exit(str(error))

@@ -1,8 +1,9 @@
 """Checkpoints that a kill cannot spoil and that any layout can go on with.
 
-    DIR/step-00000100/checkpoint.json     of which model, after how many steps, how many bytes in each file
+    DIR/step-00000100/checkpoint.json     of which run, after how many steps; size and digest of each file
                       .metadata           torch.distributed.checkpoint's: which tensor is where
                       __3_0.distcp        the tensors that rank 3 wrote
+    DIR/.lock                             locked by the run that writes here; the lock ends with the process
 
 Whatever the layout, a checkpoint holds whole tensors under the names of the one-process model: the parameter, and the
 optimizer's two moments of it. The ranks of a stage gather each tensor, and take turns in writing them; so each writes,
@@ -13,11 +14,15 @@ A checkpoint is written under a name that begins with a dot, and renamed when al
 step-00000100 sees all of it. The newest two are kept.
 """
 
+import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import re
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -30,35 +35,64 @@ from lecture_lib.parallel.mesh import ParallelTransformer, gather, part_of
 
 KEPT = 2
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam: Kingma and Ba 2015
+A_DIRECTORY = "a directory with room, which all nodes share"
+
+
+@contextlib.contextmanager
+def begin(
+    directory: Path, model: ParallelTransformer, optimizer: torch.optim.AdamW, run: dict[str, dict], resume: bool
+) -> Iterator[int]:
+    """Go on from the newest checkpoint, if there is one: gives the steps that were done then. In the block this run
+    alone writes to the directory. Every rank calls this. ``run``: what the "model" is made from, and its "samples".
+
+    Raises ValueError, the same on every rank and with nothing changed, if there is one and ``resume`` is not set, it is
+    of another model, or it is damaged; and if the directory cannot be written, or another run writes there.
+    """
+    newest, facts, problem = None, {"step": 0}, None
+    try:
+        newest = (checkpoints(directory) or [None])[-1]
+        if newest is not None and not resume:
+            problem = f"found the checkpoint {newest}; say --resume to go on from it, or choose another --checkpoint."
+        elif newest is not None:
+            facts, problem = _look(newest, run)
+    except OSError as error:
+        problem = f"cannot read {error.filename}: {error.strerror}; --checkpoint has to be {A_DIRECTORY}."
+    agree("train", [f"the checkpoint {newest and newest.name}"], problem=problem)
+    with contextlib.ExitStack() as held:
+        _on_first_rank(lambda: _take(directory, held))
+        if newest is not None:
+            try:
+                _load(newest, model, optimizer, facts["step"])
+            except (Exception, dcp.api.CheckpointException) as error:  # torch's is no Exception
+                problem = f"cannot load {newest}: {_cause(error)}; remove it to go on from the one before it."
+            agree("train", [], problem=problem)
+        yield facts["step"]
 
 
 def save(
-    directory: Path, model: ParallelTransformer, optimizer: torch.optim.AdamW, made_from: dict[str, int], step: int
+    directory: Path, model: ParallelTransformer, optimizer: torch.optim.AdamW, run: dict[str, dict], step: int
 ) -> None:
     """Write a checkpoint; every rank calls this. Sends, within a stage, all of its tensors to all of its ranks.
 
     Raises ValueError, the same on every rank, if it cannot be written; the checkpoints before it stay.
     """
     final, partial = directory / f"step-{step:08}", directory / f".step-{step:08}"
-
-    def start() -> None:
-        for left in directory.glob(".step-*"):  # by a run that was killed
-            shutil.rmtree(left)
-        partial.mkdir(parents=True)
-
-    _on_first_rank(start)
+    _on_first_rank(partial.mkdir)
     tensors = _whole_tensors(model, optimizer)
     try:
         metadata = dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial))
     except dcp.api.CheckpointException as error:  # the same on every rank
-        raise ValueError(f"train: the checkpoint {final} could not be written: {error}") from error
+        _on_first_rank(lambda: shutil.rmtree(partial))  # else a full disk stays full
+        raise ValueError(
+            f"train: the checkpoint {final} could not be written: {_cause(error)}; --checkpoint has to be "
+            f"{A_DIRECTORY}. The checkpoints before it are there."
+        ) from error
 
     def finish() -> None:
-        written = {place.relative_path for place in metadata.storage_data.values()} | {".metadata"}
-        sizes = {name: (partial / name).stat().st_size for name in sorted(written)}
-        facts = {"step": step, "model": made_from, "bytes": sizes}
+        names = sorted({place.relative_path for place in metadata.storage_data.values()} | {".metadata"})
+        files = {name: {"bytes": (partial / name).stat().st_size, "digest": _digest(partial / name)} for name in names}
         with open(partial / "checkpoint.json", "w") as file:
-            json.dump(facts, file, indent=1)
+            json.dump({"step": step, **run, "files": files}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         _sync(partial)
@@ -69,31 +103,6 @@ def save(
             shutil.rmtree(going)
 
     _on_first_rank(finish)
-
-
-def begin(
-    directory: Path,
-    model: ParallelTransformer,
-    optimizer: torch.optim.AdamW,
-    made_from: dict[str, int],
-    resume: bool,
-) -> int:
-    """Go on from the newest checkpoint, if there is one; the steps that were done then. Every rank calls this.
-
-    Raises ValueError, the same on every rank and with nothing changed, if there is one and ``resume`` is not set, it is
-    of another model, or it is damaged.
-    """
-    newest = (checkpoints(directory) or [None])[-1]
-    facts, problem = {"step": 0}, None
-    if newest is not None:
-        if not resume:
-            problem = f"found the checkpoint {newest}; say --resume to go on from it, or choose another --checkpoint."
-        else:
-            facts, problem = _look(newest, made_from)
-    agree("train", [f"the checkpoint {newest and newest.name}"], problem=problem)
-    if newest is not None:
-        _load(newest, model, optimizer, facts["step"])
-    return facts["step"]
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -124,12 +133,42 @@ def _on_first_rank(action) -> None:
     if dist.get_rank() == 0:
         try:
             action()
+        except BlockingIOError:
+            problem = "found another run that writes to the same directory; choose another --checkpoint."
         except OSError as error:
             problem = (
-                f"could not write the checkpoint: {error.strerror}: {error.filename}; --checkpoint has to be a "
-                "directory with room, which all nodes share."
+                f"could not write the checkpoint: {error.strerror}: {error.filename}; --checkpoint has to be "
+                f"{A_DIRECTORY}."
             )
     agree("train", [], problem=problem)
+
+
+def _take(directory: Path, held: contextlib.ExitStack) -> None:
+    """Lock the directory for this process, and remove what a killed run has left half-written in it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = held.enter_context(open(directory / ".lock", "a"))
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # some network file systems have no locks
+        pass
+    for left in directory.glob(".step-*"):
+        shutil.rmtree(left)
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of what went wrong on the rank where it did."""
+    if failures := getattr(error, "failures", None):
+        error = next(iter(failures.values()))[0]
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
 
 
 def _sync(directory: Path) -> None:
@@ -144,30 +183,39 @@ def _sync(directory: Path) -> None:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _look(path: Path, made_from: dict[str, int]) -> tuple[dict, str | None]:
+def _look(path: Path, run: dict[str, dict]) -> tuple[dict, str | None]:
     """What is said of a checkpoint, and what is wrong with it, as the end of a sentence that begins with "rank 2"."""
-    instead = f"remove {path} to go on from the one before it."
+    instead = f"the checkpoint is damaged; remove {path} to go on from the one before it."
     try:
         facts = json.loads((path / "checkpoint.json").read_text())
-        sizes = {name: (path / name).stat().st_size for name in facts["bytes"]}
+        model, samples = dict(facts["model"]), dict(facts["samples"])
+        files = {name: (int(file["bytes"]), file["digest"]) for name, file in facts["files"].items()}
+        facts = {"step": int(facts["step"])}
+        sizes = {name: (path / name).stat().st_size for name in files}
     except FileNotFoundError as error:
-        return {}, f"found no {error.filename}: the checkpoint is damaged; {instead}"
-    except (ValueError, KeyError):
-        return {}, f"cannot read {path / 'checkpoint.json'}: the checkpoint is damaged; {instead}"
-    for name, expected in facts["bytes"].items():
-        if sizes[name] != expected:
-            return {}, (
-                f"found {path / name} with {sizes[name]:,} bytes, and {expected:,} were written: the checkpoint is "
-                f"damaged; {instead}"
-            )
-    if (saved := facts["model"]) != made_from:
-        differ = sorted(n for n in made_from.keys() | saved.keys() if made_from.get(n) != saved.get(n))
-        there, here = (", ".join(f"{name} {model.get(name)}" for name in differ) for model in (saved, made_from))
+        return {}, f"found no {error.filename}: {instead}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}, f"cannot read {path / 'checkpoint.json'}: {instead}"
+    for name, (size, digest) in files.items():
+        if sizes[name] != size:
+            return {}, f"found {path / name} with {sizes[name]:,} bytes, and {size:,} were written: {instead}"
+        if dist.get_rank() == 0 and _digest(path / name) != digest:  # one reads it all, for all
+            return {}, f"found {path / name} with other bytes than were written: {instead}"
+    if difference := _difference(model, run["model"]):
         return {}, (
-            f"found {path}, a checkpoint of another model: it has {there}, and this one {here}; choose the same, or "
-            "another --checkpoint."
+            f"found {path}, a checkpoint of another model: it has {difference}; choose the same, or another "
+            "--checkpoint."
         )
+    if dist.get_rank() == 0 and (difference := _difference(samples, run["samples"])):
+        print(f"train: goes on from {path} with other samples: it had {difference}", flush=True)
     return facts, None
+
+
+def _difference(saved: dict, ours: dict) -> str:
+    """ "hidden 32, and this one hidden 64", or nothing."""
+    differ = sorted(name for name in ours.keys() | saved.keys() if ours.get(name) != saved.get(name))
+    there, here = (", ".join(f"{name} {facts.get(name)}" for name in differ) for facts in (saved, ours))
+    return differ and f"{there}, and this one {here}" or ""
 
 
 def _load(path: Path, model: ParallelTransformer, optimizer: torch.optim.AdamW, step: int) -> None:

@@ -24,6 +24,7 @@ from lecture_lib.trace import unrecorded
 from lecture_lib.train import text
 
 TEMPERATURE = 0.8  # of samples
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}  # of matmuls
 
 
 class Training(NamedTuple):
@@ -37,11 +38,11 @@ class Training(NamedTuple):
 
 @dataclass
 class Result:
-    """What a rank returns; all but ``sample`` is the same on every rank.
+    """What a rank returns. The steps and the losses are the same on every rank.
 
     first_step:         0, or that of the checkpoint
     losses:             of each step from then on, before its update, in nats
-    tokens_per_second:  of all ranks together; median over the steps but the first
+    tokens_per_second:  of all ranks together, by this rank's clock; median over the steps but the first
     mfu:                model FLOP/s over the FLOP/s of a large matmul on the same ranks; None if quiet
     sample:             text written by the model; on rank 0
     """
@@ -57,8 +58,9 @@ def train(options: argparse.Namespace) -> Result:
     """Runs on every rank. Options: from ``lecture_lib.train.options``.
 
     Raises ValueError, the same on every rank and before anything is written, for a layout that does not fit the ranks
-    or the model, text that cannot be read, a checkpoint of another model, a damaged one, and a directory that has
-    checkpoints when --resume was not said.
+    or the model, text that cannot be read, a checkpoint of another model, a damaged one, a directory that has
+    checkpoints when --resume was not said, that another run writes to or that cannot be written; and in a step whose
+    loss or gradient is no number, before anything learns from it.
     """
     with process_group():
         training = build(options)
@@ -105,12 +107,12 @@ def build(options: argparse.Namespace) -> Training:
             micro_batches=options.micro_batches,
             recompute=options.recompute,
             dropout=options.dropout,
-            compute_dtype=torch.bfloat16 if options.precision == "bf16" else None,
+            compute_dtype=PRECISIONS[options.precision],
         )
-    except ValueError:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    except BaseException:
         mesh.close()
         raise
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
         tokens, targets = text.batch_of(data, step, batch=options.batch, seq=options.seq, seed=options.seed)
@@ -128,6 +130,11 @@ def model_of(options: argparse.Namespace) -> dict[str, int]:
     """What the model is made from; a checkpoint of it fits no other."""
     names = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden")
     return {name: getattr(options, name) for name in names} | {"vocab": text.VOCABULARY}
+
+
+def run_of(options: argparse.Namespace) -> dict[str, dict]:
+    """What a checkpoint says of its run."""
+    return {"model": model_of(options), "samples": {name: getattr(options, name) for name in ("batch", "seq", "seed")}}
 
 
 def _axes(options: argparse.Namespace) -> dict[str, int]:
@@ -151,13 +158,37 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _train(training: Training, options: argparse.Namespace) -> Result:
-    mesh, model, optimizer, batch = training
-    model.share(batch(0)[0])  # raises if the ranks cannot
-    first, directory = 0, Path(options.checkpoint) if options.checkpoint else None
-    if directory is not None:
-        from lecture_lib.train import checkpoint  # takes a second, which a run without checkpoints need not wait
+    training.model.share(training.batch(0)[0])  # raises if the ranks cannot
+    if options.profile:
+        agree("train", [], problem=_not_a_directory(Path(options.profile)))
+    if not options.checkpoint:
+        return _steps(training, options, 0)
+    from lecture_lib.train import checkpoint  # takes a moment, which a run without checkpoints need not wait
 
-        first = checkpoint.begin(directory, model, optimizer, model_of(options), resume=options.resume)
+    directory, (_, model, optimizer, _) = Path(options.checkpoint), training
+    with checkpoint.begin(directory, model, optimizer, run_of(options), options.resume) as first:
+
+        def save(done: int) -> None:
+            if done % options.checkpoint_every == 0 or done == options.steps:
+                checkpoint.save(directory, model, optimizer, run_of(options), done)
+
+        return _steps(training, options, first, save)
+
+
+def _not_a_directory(path: Path) -> str | None:
+    """What is wrong with a directory to be written to, as the end of a sentence that begins with "rank 2"."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"cannot write to {path}: {error.strerror}; --profile has to be a directory."
+    return None
+
+
+def _steps(
+    training: Training, options: argparse.Namespace, first: int, save: Callable[[int], None] = lambda done: None
+) -> Result:
+    """All steps from ``first`` on. ``save``: called after each, with how many are done."""
+    mesh, model, optimizer, batch = training
     speaks = dist.get_rank() == 0 and not options.quiet
     peak = None if options.quiet else peak_flops(options.precision, batch(0)[0].device)
 
@@ -170,24 +201,27 @@ def _train(training: Training, options: argparse.Namespace) -> Result:
         profiled = options.profile and step == min(first + 1, options.steps - 1)
         trace = Path(options.profile or "") / f"rank{dist.get_rank()}.json"
         with profile(trace) if profiled else contextlib.nullcontext():
-            loss = model.step(*batch(step))
-            model.clip_gradients(options.clip)
+            losses.append(model.step(*batch(step)).item())
+            norm = model.clip_gradients(options.clip).item()
+            for name, value in (("loss", losses[-1]), ("gradient's norm", norm)):  # both the same on every rank
+                if not math.isfinite(value):
+                    raise ValueError(
+                        f"train: the {name} of step {step} is {value}; try a smaller --lr than {options.lr:g}, from "
+                        "an earlier checkpoint if there is one."
+                    )
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
         seconds.append(time.perf_counter() - began)
-        if not math.isfinite(losses[-1]):
-            raise ValueError(f"the loss of step {step} is {losses[-1]}; try a smaller --lr than {options.lr}.")
         steps.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
-        done = step + 1
-        if directory is not None and (done % options.checkpoint_every == 0 or done == options.steps):
-            checkpoint.save(directory, model, optimizer, model_of(options), done)
+        save(step + 1)
 
     rate = options.batch * options.seq / statistics.median(seconds[1:] or seconds or [math.inf])
     mfu = None if peak is None else rate * flops_per_token(options) / peak
     if speaks and losses:
         print(f"steps {first} to {options.steps}: loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte; ", end="")
         print(f"{rate:,.1f} tokens/s, MFU {mfu:.1%} of the {peak / 1e9:,.1f} GFLOP/s that matmuls reach on these ranks")
+    if speaks and not losses:
+        print(f"nothing to do: {first} steps are done, and --steps is {options.steps}")
     sample = ""
     if options.sample:
         parameters = model.full_state_dict()
@@ -209,7 +243,7 @@ def flops_per_token(options: argparse.Namespace) -> int:
 def peak_flops(precision: str, device: torch.device) -> float:
     """FLOP/s of a large matmul that all ranks do at the same time, summed over the ranks."""
     n = 8192 if device.type == "cuda" else 512
-    a = torch.randn(n, n, device=device, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+    a = torch.randn(n, n, device=device, dtype=PRECISIONS[precision])
     timer = Timer("a @ a", globals={"a": a}, num_threads=torch.get_num_threads())
     with unrecorded():
         dist.barrier()

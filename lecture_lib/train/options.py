@@ -1,6 +1,7 @@
 """All that can be chosen about a run, said once: on the command line, or as the same words in a cell."""
 
 import argparse
+import math
 import shlex
 from collections.abc import Sequence
 
@@ -12,6 +13,18 @@ def count(word: str) -> int:
     """At least 1."""
     if (number := int(word)) < 1:
         raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
+
+
+def number_from_0(word: str) -> int:
+    if not 0 <= (number := int(word)) < 2**63:
+        raise argparse.ArgumentTypeError(f"{number} is not from 0 to 2^63 - 1")
+    return number
+
+
+def positive(word: str) -> float:
+    if not 0 < (number := float(word)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{number} is not more than 0, or not finite")
     return number
 
 
@@ -52,9 +65,9 @@ def options(words: str | Sequence[str] = ()) -> argparse.Namespace:
     training.add_argument("--seq", type=count, default=128, help="tokens in a sample")
     training.add_argument("--batch", type=count, default=16, help="samples in a step, over all ranks")
     training.add_argument("--steps", type=count, default=200, help="in all, with those before a checkpoint")
-    training.add_argument("--lr", type=float, default=3e-3, help="of AdamW")
-    training.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
-    training.add_argument("--seed", type=int, default=0, help="decides the first weights and the batches")
+    training.add_argument("--lr", type=positive, default=3e-3, help="of AdamW")
+    training.add_argument("--clip", type=positive, default=1.0, help="largest norm of the gradient")
+    training.add_argument("--seed", type=number_from_0, default=0, help="decides the first weights and the batches")
     training.add_argument("--recompute", choices=WAYS, default="none", help="activations, in the backward pass")
     training.add_argument("--dropout", type=float, default=0.0, help="share of what a layer adds that falls out")
     training.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of matmuls; weights are fp32")
@@ -65,7 +78,10 @@ def options(words: str | Sequence[str] = ()) -> argparse.Namespace:
     keeping.add_argument("--resume", action="store_true", help="go on from the newest one in DIR, if there is one")
 
     shown = parser.add_argument_group("output")
-    shown.add_argument("--sample", type=int, default=0, metavar="BYTES", help="of text to write in the end")
+    shown.add_argument("--sample", type=number_from_0, default=0, metavar="BYTES", help="of text to write in the end")
     shown.add_argument("--profile", metavar="DIR", help="write a chrome trace of one step there, for each rank")
     shown.add_argument("--quiet", action="store_true", help="no progress, no summary")
-    return parser.parse_args(shlex.split(words) if isinstance(words, str) else words)
+    chosen = parser.parse_args(shlex.split(words) if isinstance(words, str) else words)
+    if chosen.resume and not chosen.checkpoint:
+        parser.error("--resume goes on from a checkpoint, and no --checkpoint DIR is given")
+    return chosen

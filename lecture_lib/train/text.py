@@ -1,5 +1,6 @@
 """Text as tokens: each byte is one. Every machine that runs this has some: the source of Python's standard library."""
 
+import functools
 import hashlib
 import sysconfig
 from collections.abc import Sequence
@@ -23,8 +24,7 @@ def read(files: Sequence[str] = (), at_least: int = 0) -> Tensor:
     """
     data, problem = b"", None
     try:
-        paths = [Path(file) for file in files] or sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-        data = b"".join(path.read_bytes() for path in paths)
+        data = b"".join(Path(file).read_bytes() for file in files) if files else _standard_library()
     except OSError as error:
         problem = f"cannot read {error.filename}: {error.strerror}; give --data files that every rank can read."
     if problem is None and len(data) < at_least:
@@ -32,6 +32,11 @@ def read(files: Sequence[str] = (), at_least: int = 0) -> Tensor:
     digest = hashlib.blake2b(data, digest_size=8).hexdigest()
     agree("train", [f"{len(data)} bytes of text with digest {digest}"], problem=problem)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+@functools.cache  # a rank of a World trains many times
+def _standard_library() -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
 
 
 def batch_of(text: Tensor, step: int, *, batch: int, seq: int, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -14,12 +14,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from lecture_lib.parallel.model import Transformer, next_token_loss
 from lecture_lib.parallel.recompute import recompute
 from lecture_lib.trace import ledger, memory, unrecorded
-from lecture_lib.train.loop import build, device_of_ranks, model_of
+from lecture_lib.train.loop import PRECISIONS, build, device_of_ranks, model_of
 from lecture_lib.train.options import options as parse
 from lecture_lib.train.text import batch_of, read
 
@@ -29,7 +30,7 @@ class Row(NamedTuple):
 
     ranks:             over how many ranks one sample is spread
     activation_bytes:  the most that a rank held at any time, on the rank with most; by lecture_lib.trace.memory
-    flops:             of a step, of all ranks that share the sample; by torch.utils.flop_counter
+    flops:             of a step, of all ranks that share the sample; by the formulas of torch.utils.flop_counter
     bytes_sent:        of a step, by the rank that sent most; by lecture_lib.trace.ledger
     loss:              nats
     """
@@ -48,7 +49,7 @@ def tradeoff(options: argparse.Namespace | None = None) -> list[Row]:
     Store, and recompute: each rank does all of it by itself. Communicate: one sample is spread over all ranks, by
     tensor parallelism without and with sequence parallelism, or by context parallelism.
     """
-    options = options or parse("--layers 2 --batch 4")
+    options = _changed(options or parse("--layers 2 --batch 4"), {"dropout": 0.0, "micro_batches": 1})
     rank, n = dist.get_rank(), dist.get_world_size()
     alone = [
         ("store everything", {}),
@@ -61,7 +62,9 @@ def tradeoff(options: argparse.Namespace | None = None) -> list[Row]:
         (f"and recompute blocks, tp={n}", {"tp": n, "sequence_parallel": True, "recompute": "full"}),
         (f"context parallel, cp={n}", {"cp": n}),
     ]
-    tokens, targets = batch_of(read(options.data), 0, batch=options.batch, seq=options.seq, seed=options.seed)
+    tokens, targets = batch_of(
+        read(options.data, options.seq + 1), 0, batch=options.batch, seq=options.seq, seed=options.seed
+    )
     mine = [_alone(way, _changed(options, changes), tokens, targets) for way, changes in alone[rank::n]]
     rows = _everyone(mine)  # the ranks have shared the work
     rows = [rows[i % n][i // n] for i in range(len(alone))]
@@ -81,8 +84,11 @@ def _alone(way: str, options: argparse.Namespace, tokens: Tensor, targets: Tenso
     for block in model.to(device).blocks:
         recompute(block, options.recompute)
 
+    compute_dtype = PRECISIONS[options.precision]
+
     def step() -> Tensor:
-        loss = next_token_loss(model(tokens.to(device)), targets.to(device))
+        with torch.autocast(device.type, compute_dtype, enabled=compute_dtype is not None):
+            loss = next_token_loss(model(tokens.to(device)).float(), targets.to(device))
         loss.backward()
         return loss.detach()
 
@@ -100,12 +106,11 @@ def _together(way: str, options: argparse.Namespace) -> Row:
 
 def _count(module: nn.Module, step: Callable[[], Tensor]) -> tuple[int, int, int | Fraction, float]:
     """(most bytes of activations, FLOP, bytes sent, loss) of a step on this rank."""
-    with FlopCounterMode(display=False, custom_mapping=CAUSAL) as counter:
-        step()
+    step()  # from here on the buckets that gradients travel in are there
     module.zero_grad()
-    with ledger() as led, memory(module) as held:
+    with ledger() as led, _Flops() as counted, memory(module) as held:
         loss = step()
-    return held.peak["activations"], counter.get_total_flops(), led.bytes_sent, loss.item()
+    return held.peak["activations"], counted.flops, led.bytes_sent, loss.item()
 
 
 def _everyone(mine) -> list:
@@ -116,18 +121,31 @@ def _everyone(mine) -> list:
     return brought
 
 
+class _Flops(TorchDispatchMode):
+    """FLOP of all operators. torch's FlopCounterMode counts them by module too, and so holds on to activations, which
+    are to be counted in the same step."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if formula := FORMULAS.get(func.overloadpacket):
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
 # torch counts all scores of attention, and none on a CPU; with a causal mask half of them are computed.
-def _forward(query, key, value, dropout_p=0.0, is_causal=False, *_, out_shape=None, **__) -> int:
-    return sdpa_flop_count(query, key, value) // (1 + is_causal)
+def _forward(query, key, value, dropout_p=0.0, is_causal=False, *_, **__) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape) // (1 + is_causal)
 
 
-def _backward(gradient, query, key, value, *rest, out_shape=None, is_causal=None, **__) -> int:
+def _backward(gradient, query, key, value, *rest, is_causal=None, **__) -> int:
     if is_causal is None:
         is_causal = rest[3 if len(rest) < 7 else 7]  # after dropout_p, which the GPU's has later
-    return sdpa_backward_flop_count(gradient, query, key, value) // (1 + is_causal)
+    return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape) // (1 + is_causal)
 
 
-CAUSAL = {
+FORMULAS = flop_registry | {
     torch.ops.aten._scaled_dot_product_flash_attention: _forward,
     torch.ops.aten._scaled_dot_product_flash_attention_backward: _backward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _forward,

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from lecture_lib import RankError, World
+from tests.bench import median
 
 SIZE = 4
 
@@ -28,12 +29,8 @@ def all_reduce():
 
 def all_reduce_in_a_kept_rank(repeats: int) -> float:
     """Median seconds of the collective alone, inside a rank."""
-    x, times = torch.ones(4), []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        dist.all_reduce(x)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    x = torch.ones(4)
+    return median(lambda: dist.all_reduce(x), repeats)
 
 
 def spawned(rank: int, size: int, path: str) -> None:
@@ -41,15 +38,6 @@ def spawned(rank: int, size: int, path: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)
     all_reduce()
     dist.destroy_process_group()
-
-
-def median(function, repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def spawn() -> None:

@@ -10,8 +10,6 @@ beside the same layer with every expert on every rank, where no token travels an
 
 import functools
 import os
-import statistics
-import time
 
 import torch
 import torch.distributed as dist
@@ -27,24 +25,11 @@ from lecture_lib.parallel.context import (
     ring_attention,
     zigzag,
 )
+from tests.bench import show, take_turns
 
-REPETITIONS, WARM_UP = 11, 1
+REPETITIONS = 11
 SHAPES = dict(batch=1, heads=8, kv_heads=4, head_dim=64)
 HIDDEN, FFN, EXPERTS, TOKENS = 256, 512, 16, 1024  # tokens of each rank
-
-
-def take_turns(steps: dict) -> dict[str, float]:
-    """Median seconds of each step, from when all ranks begin until all have ended."""
-    times = {name: [] for name in steps}
-    for i in range(WARM_UP + REPETITIONS):
-        for name, step in steps.items():
-            dist.barrier()
-            began = time.perf_counter()
-            step()
-            dist.barrier()
-            if i >= WARM_UP:
-                times[name].append(time.perf_counter() - began)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 class TorchsRing(torch.autograd.Function):
@@ -78,7 +63,7 @@ def torchs_ring(q, k, v):
     return TorchsRing.apply(q, *(x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v)))
 
 
-def attention_steps(seq: int) -> tuple[dict[str, float], dict[str, float]]:
+def attention_steps(seq: int) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Seconds of forward and backward, and the largest difference of the output from full attention."""
     torch.manual_seed(0)
     batch, heads, kv_heads, head_dim = SHAPES.values()
@@ -99,10 +84,10 @@ def attention_steps(seq: int) -> tuple[dict[str, float], dict[str, float]]:
         steps[name] = functools.partial(
             lambda attention, leaves: attention(*leaves).sum().backward(), attention, leaves
         )
-    return take_turns(steps), differences
+    return take_turns(steps, REPETITIONS), differences
 
 
-def expert_steps() -> dict[str, float]:
+def expert_steps() -> dict[str, list[float]]:
     torch.manual_seed(0)
     x = torch.randn(TOKENS, HIDDEN)
     layers = {name: expert.MoE(HIDDEN, FFN, EXPERTS) for name in ("experts on every rank", "expert_parallel")}
@@ -114,14 +99,8 @@ def expert_steps() -> dict[str, float]:
         average(layer)
 
     averages = (data.average_gradients, expert.average_gradients)
-    return take_turns({n: functools.partial(step, layers[n], average) for n, average in zip(layers, averages)})
-
-
-def show(what: str, seconds: dict[str, float], notes: dict[str, str]) -> None:
-    names = list(seconds)
-    print(f"  {what}: {names[0]} {seconds[names[0]] * 1e3:.1f} ms a step; its time is 1.00")
-    for name in names[1:]:
-        print(f"    {name:<28} {seconds[name] / seconds[names[0]]:.2f}   {notes.get(name, '')}")
+    steps = {name: functools.partial(step, layers[name], average) for name, average in zip(layers, averages)}
+    return take_turns(steps, REPETITIONS)
 
 
 def main() -> None:
@@ -130,10 +109,10 @@ def main() -> None:
     )
     with World(4, timeout=300) as world:
         for seq in (2048, 4096):
-            seconds, differences = world.run(attention_steps, seq)[0]
+            times, differences = world.run(attention_steps, seq)[0]
             assert max(differences.values()) < 1e-5, differences
-            show(f"attention, {seq:,} tokens", seconds, {"ring_attention": "to reach: 1.00"})
-        show(f"{EXPERTS} experts, {TOKENS:,} tokens a rank", world.run(expert_steps)[0], {})
+            show(f"attention, {seq:,} tokens", times, {"ring_attention": "to reach: 1.00"})
+        show(f"{EXPERTS} experts, {TOKENS:,} tokens a rank", world.run(expert_steps)[0])
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ python -m tests.bench.parallel_data
 """
 
 import copy
+import functools
 import os
 import statistics
-import time
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,9 @@ from lecture_lib import World
 from lecture_lib.parallel.data import DataParallel
 from lecture_lib.parallel.model import Transformer, deep_mlp, next_token_loss
 from lecture_lib.parallel.sharded import FullyShardedDataParallel
+from tests.bench import take_turns
 
-RANKS, ROUNDS, WARM = 4, 24, 3
+RANKS, ROUNDS, WARM_UP = 4, 24, 3
 BATCHES = {"mlp": "the lecture's MLP, batch 128", "transformer": "the small transformer, 8 sequences of 128"}
 
 
@@ -41,27 +42,22 @@ def sharded_by_torch(module: nn.Module) -> nn.Module:
 
 
 def compare(kind: str, sharded: bool) -> dict[str, list[float]]:
-    """Seconds of each step, of rounds that alternate; every rank is done when a step is over."""
+    """Seconds of each step, of rounds that alternate."""
     module, loss_of = model_and_loss(kind)
     wrap = (
         (FullyShardedDataParallel, sharded_by_torch) if sharded else (DataParallel, nn.parallel.DistributedDataParallel)
     )
     models = {"ours": wrap[0](copy.deepcopy(module)), "theirs": wrap[1](module)}
     optimizers = {who: torch.optim.SGD(model.parameters(), lr=1e-3) for who, model in models.items()}
-    times = {who: [] for who in models}
-    for number in range(WARM + ROUNDS):
-        for who in ("ours", "theirs") if number % 2 else ("theirs", "ours"):
-            dist.barrier()
-            start = time.perf_counter()
-            optimizers[who].zero_grad()
-            loss_of(models[who]).backward()
-            if who == "ours":
-                models[who].finish_gradient_synchronization()
-            optimizers[who].step()
-            dist.barrier()
-            if number >= WARM:
-                times[who].append(time.perf_counter() - start)
-    return times
+
+    def step(who: str) -> None:
+        optimizers[who].zero_grad()
+        loss_of(models[who]).backward()
+        if who == "ours":
+            models[who].finish_gradient_synchronization()
+        optimizers[who].step()
+
+    return take_turns({who: functools.partial(step, who) for who in models}, ROUNDS, WARM_UP)
 
 
 def main() -> None:

@@ -4,12 +4,12 @@ simulated ones; and how long the longest schedules take to simulate.
 python -m tests.bench.parallel_pipeline
 """
 
+import functools
 import os
 import statistics
 import time
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import pipelining as theirs
@@ -18,6 +18,7 @@ from lecture_lib import World
 from lecture_lib.parallel import pipeline
 from lecture_lib.parallel.model import Transformer, deep_mlp, next_token_loss
 from lecture_lib.trace import timeline
+from tests.bench import median, take_turns
 
 RANKS, MICRO_BATCHES, ROUNDS = 4, 8, 11
 PEERS = {  # ours -> the schedule in torch that computes the same table
@@ -44,7 +45,7 @@ def model_and_batch(kind: str):
 
 
 def compare(kind: str, name: str) -> float:
-    """Seconds of a step over seconds of torch's, the median of rounds that do one after the other, in turn first."""
+    """Seconds of a step over seconds of torch's, the median of rounds that do one after the other."""
     layers, loss_fn, x, y = model_and_batch(kind)
     schedule = getattr(pipeline, name)(RANKS, MICRO_BATCHES)
     pipe = pipeline.Pipeline(pipeline.cut(layers, schedule.stages), schedule, loss_fn, example=(x, y))
@@ -56,24 +57,17 @@ def compare(kind: str, name: str) -> float:
     peer = PEERS[name](wrapped[0] if single else wrapped, n_microbatches=MICRO_BATCHES, loss_fn=loss_fn)
     first, last = 0 in pipe.stages, schedule.stages - 1 in pipe.stages
 
+    def without_gradients(step):
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        step()
+
     def their_step():
         peer.step(*[x] * first, target=y if last else None, losses=[] if last else None, return_outputs=False)
 
-    def seconds(step) -> float:
-        for parameter in pipe.parameters():
-            parameter.grad = None
-        dist.barrier()
-        start = time.perf_counter()
-        step()
-        dist.barrier()
-        return time.perf_counter() - start
-
-    ratios = []
-    for number in range(ROUNDS + 2):
-        ways = [lambda: pipe.step(x, y), their_step]
-        ours, torchs = map(seconds, ways) if number % 2 else reversed([*map(seconds, reversed(ways))])
-        ratios.append(ours / torchs)
-    return statistics.median(ratios[2:])
+    ways = {"ours": lambda: pipe.step(x, y), "torch's": their_step}
+    times = take_turns({who: functools.partial(without_gradients, step) for who, step in ways.items()}, ROUNDS)
+    return statistics.median(ours / torchs for ours, torchs in zip(*times.values()))
 
 
 class Sleeps(nn.Module):
@@ -135,15 +129,9 @@ def main() -> None:
         for micro_batches in (128, 1024):
             schedule = getattr(pipeline, name)(ranks, micro_batches)
             actions.append(sum(map(len, schedule.rows)))
-            times.append(min(_seconds(lambda schedule=schedule: pipeline.simulate(schedule)) for _ in range(3)))
+            times.append(median(functools.partial(pipeline.simulate, schedule), 3))
         each = times[1] / actions[1] / (times[0] / actions[0])
         print(f"  {name:<16}{times[1]:.2f} s for {actions[1]:,} actions, {each:.2f} times as long for each", flush=True)
-
-
-def _seconds(function) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ python -m tests.bench.parallel_tensor
 
 import copy
 import os
-import statistics
-import time
 
 import torch
 import torch.distributed as dist
@@ -24,24 +22,11 @@ from lecture_lib.parallel.tensor import (
     reduce_from_group,
     tensor_parallel,
 )
+from tests.bench import show, take_turns
 
-REPETITIONS, WARM_UP = 20, 2
+REPETITIONS = 20
 WIDTH, BATCH = 1024, 128  # the lecture's MLP: 4 layers
 TOKENS = (4, 32)  # of the small transformer: (batch, seq)
-
-
-def take_turns(steps: dict) -> dict[str, float]:
-    """Median seconds of each step, from when all ranks begin until all have ended."""
-    times = {name: [] for name in steps}
-    for i in range(WARM_UP + REPETITIONS):
-        for name, step in steps.items():
-            dist.barrier()
-            began = time.perf_counter()
-            step()
-            dist.barrier()
-            if i >= WARM_UP:
-                times[name].append(time.perf_counter() - began)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 def training(model: nn.Module, loss):
@@ -81,7 +66,7 @@ def chunked(mlp: nn.Module, chunks: int) -> nn.Module:
     return mlp
 
 
-def mlp_steps() -> dict[str, float]:
+def mlp_steps() -> dict[str, list[float]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -97,7 +82,8 @@ def mlp_steps() -> dict[str, float]:
         "4 chunks": chunked(tensor_parallel(copy.deepcopy(mlp)), 4),
         "all_gather_mlp": all_gather_mlp(copy.deepcopy(mlp)),
     }
-    return take_turns({k: training(model, lambda model: model(x).square().mean()) for k, model in models.items()})
+    steps = {name: training(model, lambda model: model(x).square().mean()) for name, model in models.items()}
+    return take_turns(steps, REPETITIONS)
 
 
 def torchs(model: Transformer, sequence_parallel: bool) -> nn.Module:
@@ -135,7 +121,7 @@ def torchs(model: Transformer, sequence_parallel: bool) -> nn.Module:
     return parallelize_module(model, init_device_mesh(device, (dist.get_world_size(),)), plan)
 
 
-def transformer_steps(sequence_parallel: bool) -> dict[str, float]:
+def transformer_steps(sequence_parallel: bool) -> dict[str, list[float]]:
     from torch.distributed.tensor.parallel import loss_parallel
 
     torch.manual_seed(0)
@@ -150,19 +136,11 @@ def transformer_steps(sequence_parallel: bool) -> dict[str, float]:
 
     theirs, ours = torchs(copy.deepcopy(model), sequence_parallel), tensor_parallel(model, None, sequence_parallel)
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.01)
-    return take_turns(
-        {
-            "parallelize_module": lambda: torchs_step(theirs, optimizer),
-            "tensor_parallel": training(ours, lambda model: parallel_cross_entropy(model(tokens), targets)),
-        }
-    )
-
-
-def show(what: str, seconds: dict[str, float], target: str) -> None:
-    theirs = seconds["parallelize_module"]
-    print(f"  {what}: parallelize_module {theirs * 1e3:.1f} ms a step; its time is 1.00")
-    for name, ours in list(seconds.items())[1:]:
-        print(f"    {name:<16} {ours / theirs:.2f}   {target if name == 'tensor_parallel' else ''}")
+    steps = {
+        "parallelize_module": lambda: torchs_step(theirs, optimizer),
+        "tensor_parallel": training(ours, lambda model: parallel_cross_entropy(model(tokens), targets)),
+    }
+    return take_turns(steps, REPETITIONS)
 
 
 def main() -> None:
@@ -170,9 +148,9 @@ def main() -> None:
         f"tensor parallelism: {os.cpu_count()} cores, 4 ranks, float32, medians of {REPETITIONS} steps, taking turns\n"
     )
     with World(4, timeout=300) as world:
-        show(f"MLP, 4 x {WIDTH}, batch {BATCH}", world.run(mlp_steps)[0], "to reach: 1.0")
-        show("small transformer", world.run(transformer_steps, False)[0], "")
-        show("small transformer, sequence parallel", world.run(transformer_steps, True)[0], "")
+        show(f"MLP, 4 x {WIDTH}, batch {BATCH}", world.run(mlp_steps)[0], {"tensor_parallel": "to reach: 1.0"})
+        show("small transformer", world.run(transformer_steps, False)[0])
+        show("small transformer, sequence parallel", world.run(transformer_steps, True)[0])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ python -m tests.bench.planner
 """
 
 import statistics
-import time
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from lecture_lib.planner import Cluster, Layout, best, estimate, preset
 from lecture_lib.planner.calibrate import errors, folds, groups, left_out, memory_errors, summary
 from lecture_lib.planner.constants import calibrated
 from lecture_lib.planner.published import Run, read
+from tests.bench import median
 from tests.test_planner_published import HELD_OUT
 
 REPEATS = 2
@@ -88,18 +88,10 @@ def main() -> None:
 
     model, cluster = preset("llama3-405b"), Cluster("H100", 16384)
     layout = Layout(tp=8, pp=16, virtual_stages=8, micro_batch=1, global_batch=2048, zero_stage=1)
-    times = []
-    for _ in range(200):
-        start = time.perf_counter()
-        estimate(model, cluster, layout)
-        times.append(time.perf_counter() - start)
-    print(f"\n  one estimate {statistics.median(times) * 1e3:.2f} ms   to stay under: 20 ms")
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        plans = best(model, cluster, 2048)
-        seconds.append(time.perf_counter() - start)
-    print(f"  search, 405B on 16,384 GPUs: {plans.tried} layouts in {statistics.median(seconds):.2f} s   to reach: 1 s")
+    one = median(lambda: estimate(model, cluster, layout), 200)
+    print(f"\n  one estimate {one * 1e3:.2f} ms   to stay under: 20 ms")
+    plans, seconds = best(model, cluster, 2048), median(lambda: best(model, cluster, 2048), 3)
+    print(f"  search, 405B on 16,384 GPUs: {plans.tried} layouts in {seconds:.2f} s   to reach: 1 s")
     print(f"  the layout of Llama 3 is number {plans.rank(tp=8, pp=16, cp=1)} of {len(plans)} that fit")
 
 

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from lecture_lib.parallel.context.sequence import Layout, agreed, order, zigzag
 from lecture_lib.parallel.expert import all_to_all
+from lecture_lib.parallel.tensor.split import ranks_per_head
 
 
 @agreed
@@ -35,19 +36,15 @@ def all_to_all_attention(
     Raises ValueError, the same on every rank, if n does not divide the query heads, or neither divides nor is a
     multiple of the key and value heads; and for shapes that do not fit, or that differ between ranks.
     """
-    n, heads, kv_heads = dist.get_world_size(group), q.shape[1], k.shape[1]
+    n, heads = dist.get_world_size(group), q.shape[1]
     if heads % n:
         raise ValueError(
             f"all_to_all_attention: {heads} query heads cannot be shared equally by {n} ranks; take fewer ranks, or "
             "ring_attention, which splits no heads."
         )
-    if kv_heads % n:
-        if n % kv_heads:
-            raise ValueError(
-                f"all_to_all_attention: {kv_heads} key and value heads cannot be shared equally by {n} ranks, nor can "
-                "the ranks by the heads; one number must be a multiple of the other."
-            )
-        k, v = k.repeat_interleave(n // kv_heads, 1), v.repeat_interleave(n // kv_heads, 1)
+    copies = ranks_per_head("all_to_all_attention", k.shape[1], n)
+    if copies > 1:
+        k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
     q, k, v = (heads_of_all_tokens(x, group, layout) for x in (q, k, v))
     with torch.autocast(q.device.type, enabled=False):  # in the dtype of q, k and v, as the ring
         o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)

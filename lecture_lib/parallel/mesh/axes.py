@@ -54,7 +54,7 @@ class Mesh:
         self.ranks = np.arange(world).reshape(sizes)
         self.size = dict(zip(AXES, sizes))
         self.place = self._place_of(dist.get_rank())
-        self._groups = {axes: self._make_group(axes) for axes in self._sets()}
+        self._groups = {axes: self._make_group(axes, self.count(*axes)) for axes in self._sets()}
 
     def count(self, *axes: str) -> int:
         """How many ranks differ from this one in these axes only, with this one."""
@@ -68,6 +68,17 @@ class Mesh:
     def group(self, *axes: str) -> ProcessGroup:
         """These ranks as a process group: of one axis, or of one of ``JOINED``. KeyError if they are one rank alone."""
         return self._groups[self._large(axes)]
+
+    def neighbours(self, axis: str, count: int) -> ProcessGroup | None:
+        """The ``count`` ranks next to each other along an axis of which this one is one; None if it is alone.
+
+        Every rank of the mesh calls this together. The group is made once, and kept until ``close``.
+        """
+        if count in (1, self.size[axis]):
+            return None if count == 1 else self.group(axis)
+        if (axis, count) not in self._groups:
+            self._groups[axis, count] = self._make_group((axis,), count)
+        return self._groups[axis, count]
 
     def close(self) -> None:
         """Give back the groups, with their connections and threads. Nothing may use them any more."""
@@ -104,10 +115,10 @@ class Mesh:
         wanted = [self._large(axes) for axes in (*((axis,) for axis in AXES), *JOINED)]
         return [axes for axes in dict.fromkeys(wanted) if axes]
 
-    def _make_group(self, axes: tuple[str, ...]) -> ProcessGroup:
-        """Every rank makes its own; all of them together cover the world."""
-        if self.count(*axes) == self.ranks.size:
+    def _make_group(self, axes: tuple[str, ...], count: int) -> ProcessGroup:
+        """``count`` neighbours along these axes. Every rank makes its own; all of them together cover the world."""
+        if count == self.ranks.size:
             return dist.group.WORLD
         numbers = [AXES.index(axis) for axis in axes]
-        rows = np.moveaxis(self.ranks, numbers, range(-len(axes), 0)).reshape(-1, self.count(*axes))
+        rows = np.moveaxis(self.ranks, numbers, range(-len(axes), 0)).reshape(-1, count)
         return dist.new_subgroups_by_enumeration(rows.tolist())[0]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from lecture_lib.parallel import pipeline
-from lecture_lib.parallel.agree import agree
+from lecture_lib.parallel.agree import agree, facts_of
 from lecture_lib.parallel.context import context_parallel, shard_sequence
 from lecture_lib.parallel.data import DataParallel
 from lecture_lib.parallel.mesh import pieces
@@ -24,6 +24,7 @@ from lecture_lib.parallel.mesh.stage import data_parallel
 from lecture_lib.parallel.model import Block, Transformer, next_token_loss
 from lecture_lib.parallel.recompute import recompute as recompute_in
 from lecture_lib.parallel.tensor import parallel_cross_entropy, tensor_parallel
+from lecture_lib.parallel.tensor.split import ranks_per_head
 
 SCHEDULES = {
     make.__name__: make
@@ -56,9 +57,9 @@ class ParallelTransformer:
 
         DataParallel               gradients travel once a step, whatever m: during the last backward pass, or, with a
                                    pipeline, after all of them
-        FullyShardedDataParallel   everything travels m times, 3 (n-1)/n of the stage's bytes each: only one layer of a
-                                   stage is whole at a time. It trades bytes for memory; to keep the bytes down, keep m
-                                   low, or use dp_replicate
+        FullyShardedDataParallel   everything travels m times, 3 (n-1)/n of the stage's bytes each: of a stage only the
+                                   layer at work, the next one and the last unit are whole. It trades bytes for memory;
+                                   to keep the bytes down, keep m low, or use dp_replicate
         both                       then the pieces' gradients are averaged over dp_replicate once a step
 
     Raises ValueError, the same on every rank, for arguments that differ between ranks, layers that the stages cannot
@@ -81,10 +82,13 @@ class ParallelTransformer:
         self.mesh, self.micro_batches, self.sequence_parallel = mesh, micro_batches, sequence_parallel
         options = [f"{sequence_parallel=}", f"{schedule=}", f"{micro_batches=}", f"{recompute=}", f"{compute_dtype=}"]
         problem = self._problem(len(model.blocks), schedule, recompute, dropout)
-        agree("ParallelTransformer", [*options, f"{dropout=}"], problem=problem)
+        agree("ParallelTransformer", [*options, f"{dropout=}", *facts_of(model)], problem=problem)
 
         if mesh.size["tp"] > 1:
-            tensor_parallel(model, mesh.group("tp"), sequence_parallel)
+            attention = model.blocks[0].attention
+            kv_heads = attention.key.out_features // attention.head_dim
+            replicas = mesh.neighbours("tp", ranks_per_head("ParallelTransformer", kv_heads, mesh.size["tp"]))
+            tensor_parallel(model, mesh.group("tp"), sequence_parallel, replicas=replicas)
         if mesh.size["cp"] > 1:
             context_parallel(model, mesh.group("cp"))
         for block in model.blocks:

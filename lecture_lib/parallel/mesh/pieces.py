@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lecture_lib.parallel.mesh.axes import Mesh
-from lecture_lib.parallel.tensor import gather_from_group
+from lecture_lib.parallel.tensor.split import joined
 from lecture_lib.trace import unrecorded
 
 
@@ -113,10 +113,7 @@ def gather(piece: Piece, own: Tensor, mesh: Mesh) -> Tensor:
         dist.all_gather_single(everyone, padded, group=mesh.group("dp_shard", "cp"))
         parts = zip(everyone.split(longest), piece.sizes)
         own = torch.cat([part[:size] for part, size in parts]).view(piece.shape)
-    if piece.dim is None:
-        return own
-    slices = gather_from_group(own, piece.dim, mesh.group("tp")).chunk(mesh.size["tp"], piece.dim)
-    return torch.cat(slices[:: piece.copies], piece.dim)
+    return own if piece.dim is None else joined(own, piece.dim, mesh.group("tp"), piece.copies)
 
 
 def part_of(piece: Piece, whole: Tensor, mesh: Mesh) -> Tensor:

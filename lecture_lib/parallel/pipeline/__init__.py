@@ -18,6 +18,8 @@ Read in this order:
     messages.py     what has to be sent, in an order that cannot deadlock
     cut.py          layers into stages
     backward.py     I and W apart, for any module
+    trial.py        what each stage returns, before the first step
+    tied.py         a parameter that stages on several ranks share
     execute.py      Pipeline: run any table
 """
 

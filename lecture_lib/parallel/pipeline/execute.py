@@ -23,10 +23,11 @@ from lecture_lib.parallel.pipeline.backward import Delayed, Splitter
 from lecture_lib.parallel.pipeline.check import validate
 from lecture_lib.parallel.pipeline.messages import Message, program
 from lecture_lib.parallel.pipeline.table import Action, Schedule
-from lecture_lib.trace import region, unrecorded
+from lecture_lib.parallel.pipeline.tied import Tied
+from lecture_lib.parallel.pipeline.trial import Shape, no_tensor, shapes_on_trial
+from lecture_lib.trace import region
 
 SENDS = 4  # that may be on their way before the rank waits for the oldest; each keeps its tensor
-Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class Pipeline:
@@ -88,12 +89,11 @@ class Pipeline:
         self._splitters = {number: Splitter(self.stages[number]) for number in {number for number, _ in split}}
         for splitter in self._splitters.values():
             weakref.finalize(self, splitter.remove)
-        self._tied = _tied(stages, schedule.rank_of)
-        self._start_tied_alike()
+        self._tied = Tied(stages, schedule.rank_of, group, self._wire)
         self._shapes: list[Shape] | None = None  # what each stage takes: micro-batches of ...; at the end, the loss
         self._batch = None, None  # inputs and targets, in words
         if example is not None:
-            self._infer(*example)
+            self._try(*example)
 
     def _has(self, stage: int) -> bool:
         return 0 <= stage < self.schedule.stages and self.schedule.rank_of[stage] == self.rank
@@ -115,23 +115,19 @@ class Pipeline:
                 "Pipeline: step was called where gradients are off (torch.no_grad or inference_mode), and it goes "
                 "backward; call it outside, or call evaluate."
             )
-        if self._shapes is None:
-            self._infer(inputs, targets)
-        self._same_batch(inputs, targets)
-        step, before = _Step(self, inputs, targets), self._set_aside_tied()
+        self._check(inputs, targets)
+        step, before = _Step(self, inputs, targets), self._tied.set_aside()
         for messages, action in self._program:
             step.exchange(messages)
             if action is not None:
                 step.compute(action)
         step.finish()
-        self._add_tied(before)
+        self._tied.add(before)
         return self._shared(step.loss) if share_loss else step.loss
 
     def evaluate(self, inputs: Tensor | None, targets: Tensor | None, share_loss: bool = False) -> Tensor | None:
         """The loss alone, without gradients: the forward actions of the table. Otherwise as ``step``."""
-        if self._shapes is None:
-            self._infer(inputs, targets)
-        self._same_batch(inputs, targets)
+        self._check(inputs, targets)
         step = _Step(self, inputs, targets)
         with torch.no_grad():
             for messages, action in self._program:
@@ -149,128 +145,23 @@ class Pipeline:
         dist.broadcast(loss, group=self.group, group_src=last)
         return loss
 
-    # ---- shapes ------------------------------------------------------------------------------------------------------
+    def _try(self, *batch: Tensor | None) -> None:
+        self._shapes = shapes_on_trial(self.stages, self._devices, self.schedule, self.loss_fn, *batch, self.group)
+        self._batch = tuple(part if part is None else describe(part) for part in batch)
 
-    def _infer(self, inputs: Tensor | None, targets: Tensor | None) -> None:
-        """What each stage returns for a micro-batch, the last one the loss: its rank tries it, and tells the others."""
-        shapes: list[Shape] = [((), torch.float32)]
-        with unrecorded():
-            for stage in range(self.schedule.stages):
-                found = [None]
-                if self._has(stage):
-                    found = [self._try(stage, shapes[-1], inputs, targets)]
-                dist.broadcast_object_list(found, group_src=self.schedule.rank_of[stage], group=self.group)
-                if isinstance(found[0], str):
-                    raise ValueError(f"Pipeline: {found[0]}")
-                shapes.append(found[0])
-        self._shapes = shapes
-        self._batch = tuple(batch if batch is None else describe(batch) for batch in (inputs, targets))
-
-    def _try(self, stage: int, takes: Shape, inputs: Tensor | None, targets: Tensor | None) -> Shape | str:
-        """What the stage returns, or what is wrong."""
-        m = self.schedule.micro_batches
-        last = stage == self.schedule.stages - 1
-        needed = [("inputs", inputs)] * (stage == 0) + [("targets", targets)] * last
-        for name, batch in needed:
-            if not isinstance(batch, Tensor):
-                return _no_tensor(stage, name, batch)
-            if batch.dim() == 0 or batch.shape[0] % m or batch.shape[0] == 0:
-                rows = batch.shape[0] if batch.dim() else 0
-                return f"{m} micro-batches do not divide {name} of {rows} samples; use a multiple of {m}."
-        # A trial leaves no trace: in-place operations get a copy.
-        shape, dtype = takes
-        if stage == 0:
-            x = inputs.tensor_split(m)[0].detach().clone()
-        else:
-            x = torch.zeros(shape, dtype=dtype, device=self._devices[stage])
-        module = self.stages[stage]
-        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        devices = [x.device] if x.is_cuda else []
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices):
-                y = torch.func.functional_call(module, buffers, (x,))
-        except Exception as error:
-            return (
-                f"stage {stage} (rank {dist.get_rank()}) fails on {describe(x)}: {type(error).__name__}: {error}. Each "
-                "stage has to take what the one before it returns."
-            )
-        returns = f"stage {stage} (rank {dist.get_rank()}) returns"
-        if not isinstance(y, Tensor):
-            what = f"{type(y).__name__} of {len(y)}" if isinstance(y, (tuple, list)) else type(y).__name__
-            return f"{returns} a {what}; a stage hands on one tensor, so let it return one (torch.cat joins several)."
-        if not last and not y.is_floating_point():
-            return f"{returns} {describe(y)}; gradients can only come back through a floating-point tensor."
-        if last:
-            return self._try_loss(y, targets.tensor_split(m)[0].detach().clone())
-        return tuple(y.shape), y.dtype
-
-    def _try_loss(self, output: Tensor, target: Tensor) -> Shape | str:
-        try:
-            with torch.no_grad():
-                loss = self.loss_fn(output, target)
-        except Exception as error:
-            return (
-                f"loss_fn fails on an output of {describe(output)} and targets of {describe(target)}: "
-                f"{type(error).__name__}: {error}."
-            )
-        if not isinstance(loss, Tensor) or loss.dim():
-            what = describe(loss) if isinstance(loss, Tensor) else type(loss).__name__
-            return f"loss_fn returns {what}; it has to return the mean over the micro-batch, a tensor of shape ()."
-        return (), loss.dtype
-
-    def _same_batch(self, *batch: Tensor | None) -> None:
+    def _check(self, *batch: Tensor | None) -> None:
+        """The first batch is tried, and every later one has its shape."""
+        if self._shapes is None:
+            self._try(*batch)
         for stage, name, now in zip((0, self.schedule.stages - 1), ("inputs", "targets"), batch):
             if self._has(stage) and not isinstance(now, Tensor):
-                raise ValueError(f"Pipeline: {_no_tensor(stage, name, now)}")
+                raise ValueError(f"Pipeline: {no_tensor(stage, name, now)}")
         for name, now, first in zip(("inputs", "targets"), batch, self._batch):
             if now is not None and first is not None and describe(now) != first:
                 raise ValueError(
                     f"Pipeline: {name} of {describe(now)}, after a first batch of {first}; all batches have one shape. "
                     "For another one, make another Pipeline of the same stages."
                 )
-
-    # ---- parameters that several ranks hold --------------------------------------------------------------------------
-
-    def _start_tied_alike(self) -> None:
-        for parameter, ranks in self._mine_tied():
-            first, *others = ranks
-            value = parameter.detach().to(self._wire or parameter.device)
-            if self.rank == first:
-                self._swap([dist.P2POp(dist.isend, value, group=self.group, group_peer=r) for r in others])
-            else:
-                self._swap([dist.P2POp(dist.irecv, value, group=self.group, group_peer=first)])
-                parameter.detach().copy_(value)
-
-    def _set_aside_tied(self) -> list[Tensor | None]:
-        """Gradients of earlier steps, which are sums over the holders already."""
-        before = [parameter.grad for parameter, _ in self._trained_tied()]
-        for parameter, _ in self._trained_tied():
-            parameter.grad = None
-        return before
-
-    def _add_tied(self, before: list[Tensor | None]) -> None:
-        """Each holder sends its gradient to the other holders, and all add them up in the same order."""
-        for (parameter, ranks), earlier in zip(self._trained_tied(), before):
-            mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            mine = mine.to(self._wire or mine.device)
-            parts = {r: torch.empty_like(mine) for r in ranks if r != self.rank}
-            self._swap(
-                [dist.P2POp(dist.isend, mine, group=self.group, group_peer=r) for r in parts]
-                + [dist.P2POp(dist.irecv, part, group=self.group, group_peer=r) for r, part in parts.items()]
-            )
-            parts[self.rank] = mine
-            total = sum(parts[r] for r in ranks).to(parameter.device)
-            parameter.grad = total if earlier is None else earlier.add_(total)
-
-    def _mine_tied(self) -> list[tuple[nn.Parameter, list[int]]]:
-        return [(p, ranks) for p, ranks in self._tied if self.rank in ranks]
-
-    def _trained_tied(self) -> list[tuple[nn.Parameter, list[int]]]:
-        return [(p, ranks) for p, ranks in self._mine_tied() if p.requires_grad]
-
-    def _swap(self, transfers: list) -> None:
-        for work in dist.batch_isend_irecv(transfers):
-            work.wait()
 
 
 class _Step:
@@ -452,10 +343,6 @@ def _device(stage: nn.Module, group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
-def _no_tensor(stage: int, name: str, batch) -> str:
-    return f"rank {dist.get_rank()} holds stage {stage} and got {name}={batch!r}; it needs a tensor."
-
-
 def _problem(stages: list, schedule: Schedule, ranks: int) -> str | None:
     """What is wrong with this rank's arguments, as the end of a sentence that begins with "rank 2"."""
     if not isinstance(schedule, Schedule):
@@ -475,14 +362,3 @@ def _problem(stages: list, schedule: Schedule, ranks: int) -> str | None:
         if not isinstance(stage, nn.Module):
             return f"brought a stage {number} of type {type(stage).__name__}; a stage is an nn.Module."
     return None
-
-
-def _tied(stages: list[nn.Module], rank_of: tuple[int, ...]) -> list[tuple[nn.Parameter, list[int]]]:
-    """(parameter, the ranks that hold it) where stages of more than one rank share it."""
-    holders: dict[nn.Parameter, list[int]] = {}
-    for number, stage in enumerate(stages):
-        for parameter in stage.parameters():
-            ranks = holders.setdefault(parameter, [])
-            if rank_of[number] not in ranks:
-                ranks.append(rank_of[number])
-    return [(parameter, ranks) for parameter, ranks in holders.items() if len(ranks) > 1]

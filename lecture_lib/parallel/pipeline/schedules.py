@@ -10,12 +10,14 @@ With p ranks and m micro-batches, from the schedule that everybody would write f
 A bubble is idle time over busy time here, as in the papers; as a share of all time it is x/(1+x): (p-1)/(m+p-1).
 """
 
+from numbers import Integral
+
 from lecture_lib.parallel.pipeline.table import Action, Schedule
 
 
 def naive(ranks: int, micro_batches: int = 1) -> Schedule:
     """Each micro-batch goes forward and backward through all stages before the next begins: one rank works at once."""
-    _at_least_one(ranks=ranks, micro_batches=micro_batches)
+    at_least_one(ranks=ranks, micro_batches=micro_batches)
     rows = [[Action(rank, kind, i) for i in range(micro_batches) for kind in "FB"] for rank in range(ranks)]
     return schedule("naive", rows)
 
@@ -26,7 +28,7 @@ def gpipe(ranks: int, micro_batches: int) -> Schedule:
     Every rank holds all m micro-batches when the last forward pass is done. The paper draws the backward passes in
     reverse order; here, as in torch, they follow the forward order: time and memory are the same.
     """
-    _at_least_one(ranks=ranks, micro_batches=micro_batches)
+    at_least_one(ranks=ranks, micro_batches=micro_batches)
     rows = [[Action(rank, kind, i) for kind in "FB" for i in range(micro_batches)] for rank in range(ranks)]
     return schedule("gpipe", rows)
 
@@ -47,7 +49,7 @@ def interleaved(ranks: int, micro_batches: int, virtual: int = 2, name: str = "i
     The paper asks for a multiple of p micro-batches. Here, as in torch, other numbers give rounds of a little more than
     p, or one shorter round, and a larger bubble.
     """
-    _at_least_one(ranks=ranks, micro_batches=micro_batches, virtual=virtual)
+    at_least_one(ranks=ranks, micro_batches=micro_batches, virtual=virtual)
     p, m, v = ranks, micro_batches, virtual
     rounds = _shares(m, max(1, m // p))
     order = [(part, i) for round_ in rounds for part in range(v) for i in round_]  # in which a rank goes forward
@@ -81,7 +83,7 @@ def _shares(count: int, parts: int) -> list[range]:
     return [range(a, b) for a, b in zip(cuts, cuts[1:])]
 
 
-def _at_least_one(**numbers: int) -> None:
-    for name, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"{name}={number}: a pipeline needs at least one.")
+def at_least_one(**counts: int) -> None:
+    for name, count in counts.items():
+        if not isinstance(count, Integral) or count < 1:
+            raise ValueError(f"{name}={count!r}: a pipeline needs at least one, and a whole number of them.")

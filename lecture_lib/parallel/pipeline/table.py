@@ -92,7 +92,7 @@ def load_csv(path: str | os.PathLike) -> Schedule:
     "(0F4;7B0)OVERLAP_F_B", becomes two actions. Blank lines at the end are no ranks. Raises ValueError for anything
     else.
     """
-    with open(path, newline="") as file:
+    with open(path, newline="", encoding="utf-8-sig") as file:  # a spreadsheet may put a mark in front
         lines = [[cell.strip() for cell in line] for line in csv.reader(file)]
     while lines and lines[-1] in ([], [""]):
         lines.pop()

@@ -13,7 +13,7 @@ memory (the V); DeepSeek-AI 2024, DeepSeek-V3 technical report, section 3.2.1, a
 
 from collections import Counter, deque
 
-from lecture_lib.parallel.pipeline.schedules import _at_least_one, schedule
+from lecture_lib.parallel.pipeline.schedules import at_least_one, schedule
 from lecture_lib.parallel.pipeline.table import Action, Schedule
 
 
@@ -23,7 +23,7 @@ def zero_bubble_h1(ranks: int, micro_batches: int) -> Schedule:
     Rank r holds p-1-r micro-batches less than rank 0 in 1F1B. It fills that room with r that wait for their W: so every
     rank holds min(m, p), and has r W's left for the end, when it would be idle.
     """
-    _at_least_one(ranks=ranks, micro_batches=micro_batches)
+    at_least_one(ranks=ranks, micro_batches=micro_batches)
     p, m = ranks, micro_batches
     rows = []
     for rank in range(p):
@@ -42,7 +42,7 @@ def zero_bubble_h1(ranks: int, micro_batches: int) -> Schedule:
 
 def zbv(ranks: int, micro_batches: int) -> Schedule:
     """Stages in a V; each rank holds at most 2p activations of a half-sized stage, as much as rank 0 in 1F1B."""
-    _at_least_one(ranks=ranks, micro_batches=micro_batches)
+    at_least_one(ranks=ranks, micro_batches=micro_batches)
     p = ranks
     m = max(micro_batches, 2 * p - 1)  # the fewest that fill it; those that do not exist are left out below
     rows = []
@@ -66,7 +66,7 @@ def dualpipe_v(ranks: int, micro_batches: int) -> Schedule:
     """Stages in a V; in the steady state each rank has a forward pass of one half and a backward pass of the other side
     by side, so that on a GPU the messages of one can travel while the other computes. A rank here runs a pair one after
     the other; each rank holds at most 2p+1 activations of a half-sized stage."""
-    _at_least_one(ranks=ranks, micro_batches=micro_batches)
+    at_least_one(ranks=ranks, micro_batches=micro_batches)
     p = ranks
     m = max(micro_batches, 2 * p)  # the fewest that fill it; those that do not exist are left out below
     rows = []

@@ -108,32 +108,48 @@ def enter(x: Tensor, group: ProcessGroup | None, sequence_dim: int | None) -> Te
     return copy_to_group(x, group) if sequence_dim is None else gather_to_group(x, sequence_dim, group)
 
 
+def ranks_per_head(who: str, kv_heads: int, n: int) -> int:
+    """How many neighbours of n ranks use the same key and value head. Raises ValueError if n ranks cannot share the
+    heads equally."""
+    if kv_heads % n and n % kv_heads:
+        raise ValueError(
+            f"{who}: {kv_heads} key and value heads cannot be shared equally by {n} ranks, nor can the "
+            "ranks by the heads; one number must be a multiple of the other."
+        )
+    return max(1, n // kv_heads)
+
+
 def ranks_that_share(attention: Attention, group: ProcessGroup | None = None) -> ProcessGroup | None:
-    """The neighbouring ranks that hold the same key and value head as this one. None: each rank has its own.
+    """The ranks of the group that hold the same key and value head as this one. None: each rank has its own.
 
     All ranks of ``group`` call this together. Raises ValueError if the heads cannot be shared.
     """
-    kv_heads, n = attention.key.out_features // attention.head_dim, dist.get_world_size(group)
-    if kv_heads % n == 0:
-        return None
-    if n % kv_heads:
-        raise ValueError(
-            f"ParallelAttention: {kv_heads} key and value heads cannot be shared equally by {n} ranks, nor can the "
-            "ranks by the heads; one number must be a multiple of the other."
-        )
-    copies, ranks = n // kv_heads, dist.get_process_group_ranks(group or dist.group.WORLD)
+    n = dist.get_world_size(group)
+    copies = ranks_per_head("ParallelAttention", attention.key.out_features // attention.head_dim, n)
+    if copies in (1, n):
+        return None if copies == 1 else group or dist.group.WORLD
     first = dist.get_rank(group) // copies * copies
-    return dist.new_group(ranks[first : first + copies], use_local_synchronization=True)
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)[first : first + copies]
+    return dist.new_group(ranks, use_local_synchronization=True)
 
 
 # ---- a whole model ---------------------------------------------------------------------------------------------------
 
 
-def tensor_parallel(model: nn.Module, group: ProcessGroup | None = None, sequence_parallel: bool = False) -> nn.Module:
+def tensor_parallel(
+    model: nn.Module,
+    group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    *,
+    replicas: ProcessGroup | None = None,
+) -> nn.Module:
     """Split a Transformer or a deep MLP of lecture_lib.parallel.model over the ranks. Changes the model and returns it.
 
     Names stay; each rank's parameters are its shards of those of the group's first rank. ``gather_full_state_dict`` is
     the way back. An optimizer is made afterwards, from the new parameters.
+
+    replicas: the neighbouring ranks that hold the same key and value head as this one, where there are more ranks than
+    heads: ``Mesh.neighbours``. If it is not given, a group is made for this model, and torch keeps it to the end.
 
     Transformer: takes the same tokens on all ranks, int64 (batch, seq), and gives this rank's logits, (batch, seq,
     vocab / n), for ``parallel_cross_entropy``; ``gather_from_group(logits, -1)`` are all of them. With
@@ -172,7 +188,7 @@ def tensor_parallel(model: nn.Module, group: ProcessGroup | None = None, sequenc
                 parts[name] = ColumnParallelLinear(linear, group, gather_output=i == len(linears) - 1)
         return replace(model, parts, "tensor_parallel")
 
-    dim, replicas = SEQUENCE if sequence_parallel else None, None
+    dim = SEQUENCE if sequence_parallel else None
     for name, part in model.named_modules():
         if isinstance(part, nn.Embedding):
             parts[name] = ParallelEmbedding(part, group, sequence_dim=dim)
@@ -257,6 +273,10 @@ def whole(module: nn.Module, name: str, own: Tensor) -> Tensor:
     part = module.get_submodule(path)
     if name not in getattr(part, "sharded", {}):
         return own.clone()
-    n, dim = dist.get_world_size(part.group), part.sharded[name]
-    shards = gather_from_group(own, dim, part.group).chunk(n, dim)
-    return torch.cat(shards[:: getattr(part, "copies", 1)], dim)
+    return joined(own, part.sharded[name], part.group, getattr(part, "copies", 1))
+
+
+def joined(own: Tensor, dim: int, group: ProcessGroup | None, copies: int = 1) -> Tensor:
+    """All of a tensor, of which each rank has a slice along ``dim``, and ``copies`` neighbours have the same one."""
+    slices = gather_from_group(own, dim, group).chunk(dist.get_world_size(group), dim)
+    return torch.cat(slices[::copies], dim)
