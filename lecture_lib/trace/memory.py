@@ -88,7 +88,8 @@ class _Counter(TorchDispatchMode):
         self._forget_ended()
         for kind, tensors in self._owned():
             for tensor in tensors:
-                self._see(tensor, kind)
+                if self._kind.get(_key(tensor)) != kind:  # new, or an activation until now
+                    self._see(tensor, kind)
         for key, reference in self._alive.items():
             storage = reference()
             if storage is not None and storage.nbytes() != self._size[key]:  # a sharded parameter's grows and shrinks
