@@ -19,8 +19,8 @@ CLOSE = 1e-4  # relative
 LAYERS, HIDDEN, VOCAB, BATCH, SEQ = 2, 32, 64, 8, 16
 MODEL = dict(layers=LAYERS, hidden=HIDDEN, heads=4, kv_heads=2, ffn_hidden=48, vocab=VOCAB)
 CLIP = 0.5  # below the norm in every step
-STEPS = 8  # each batch twice
-RATE = 6e-3  # of AdamW
+STEPS = 20
+RATE = 3e-3  # of AdamW
 
 
 def batch_of(step):
@@ -87,7 +87,7 @@ def check_equal(outs, reference):
         assert far(theirs[0], losses[: len(theirs[0])]) < CLOSE
         assert far(theirs[1], norms[: len(theirs[1])]) < CLOSE
     if outs[-1][2] is not None:
-        assert losses[-1] < 0.95 * losses[-5]  # the same batch: something is learnt
+        assert losses[-1] < 0.9 * losses[0]  # something is learnt
         assert outs[-1][2].keys() == parameters.keys()
         for name, ours in outs[-1][2].items():
             assert torch.allclose(ours, parameters[name], atol=1e-4), name
