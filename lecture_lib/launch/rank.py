@@ -63,7 +63,6 @@ def _live(tasks: int, control: int, output: int, last_words: int, folder: str) -
     global _tasks
     _detach_from_server()
     _tasks = socket.socket(fileno=tasks)
-    watch.scratch()
     threading.Thread(target=_answer, args=(socket.socket(fileno=control),), daemon=True).start()
     libc = _redirect_output(output)
     _prepare_last_words(last_words, libc)
@@ -145,7 +144,7 @@ def _prepare_last_words(fd: int, libc) -> None:
     me, exit_now = os.getpid(), os._exit
 
     def say(**more):
-        os.write(fd, json.dumps(watch.report(ending=True) | more).encode() + b"\n")
+        os.write(fd, json.dumps(watch.report() | more).encode() + b"\n")
 
     def exit_after_a_word(code):
         if os.getpid() == me:  # not a DataLoader worker, which ends this way every time

@@ -3,23 +3,20 @@
 While the main thread waits inside a collective it has let go of the GIL, so a second thread can read its stack. The
 innermost frames tell the operation; the first frame that belongs to the person tells the line.
 
-Frames of a thread that goes on at the same time must not be touched: torch calls Python from C++ and back, and ranks
-have crashed over it; and who holds a frame keeps alive the tensors in it, which the rank may be counting. So a look
-first only writes down where the main thread is, which touches no frame. It reads its frames if it is there since the
-look before, and keeps the GIL until it has let go of them.
+Frames of a thread that goes on at the same time are no stack, and reading them crashes Python 3.11. And who holds a
+frame keeps alive the tensors in it, which the rank may be counting. So a look keeps the GIL from before it reads the
+frames until it has let go of them. (faulthandler can write all stacks without touching frames, but crashes over the
+threads of gloo, which enter Python for the first time at any moment.)
 """
 
 import contextlib
 import dis
-import faulthandler
-import functools
+import gc
 import glob
 import json
 import os
-import re
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
 import traceback
@@ -51,26 +48,17 @@ def is_persons(filename: str) -> bool:
     return not filename.startswith((*_LIBRARIES, _PACKAGE))
 
 
-def report(ending: bool = False) -> dict:
+def report() -> dict:
     """What the main thread does: ``operation`` it waits in (or None), ``needs``: ranks that must take part in it (None:
     all), ``frames`` of the person's code, innermost last, ``done``: operations of the default group that it has
     finished, ``cpu``: seconds of processor time so far, ``queued``: of waiting for it, ``threads``: whether another
-    thread is in the person's code, and so may yet do what the main thread waits for. ``ending``: the process is about
-    to end where it is, and there will be no second look."""
-    global _last_place
-    place = None if ending else _place()
-    rests, _last_place = ending or place == _last_place, place
-    started, threads = operations_started(), False
-    if rests:
-        with _keeping_the_gil():
-            stacks = _stacks()
-            does = describe(stacks.pop(threading.main_thread().ident), started)
-            threads = _in_threads(stacks, started)
-            del stacks
-    else:
-        frames = [(file, int(line), name) for file, line, name in _FRAME.findall(place)][::-1]
-        frames = [frame for frame in frames if is_persons(frame[0])]
-        does = {"operation": None, "needs": None, "frames": frames, "done": started}
+    thread is in the person's code, and so may yet do what the main thread waits for."""
+    started = operations_started()
+    with _keeping_the_gil():
+        stacks = _stacks()
+        does = describe(stacks.pop(threading.main_thread().ident), started)
+        threads = _in_threads(stacks, started)
+        del stacks
     return does | {
         "cpu": time.process_time() - time.thread_time(),
         "queued": _queued(),
@@ -81,35 +69,16 @@ def report(ending: bool = False) -> dict:
 @contextlib.contextmanager
 def _keeping_the_gil() -> Iterator[None]:
     """No other thread gets the GIL in the block, unless this one calls what lets go of it, or waits for a core."""
-    before = sys.getswitchinterval()
+    before, collects = sys.getswitchinterval(), gc.isenabled()
+    gc.disable()  # what it collects may let go of the GIL
     sys.setswitchinterval(HOLD_SECONDS)
     time.sleep(0)  # a thread that began to wait for it before, gets it now
     try:
         yield
     finally:
         sys.setswitchinterval(before)
-
-
-_last_place: str | None = None
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-
-
-def _place() -> str:
-    """Where the main thread is: file, line and function of its innermost hundred frames, a line each."""
-    file = scratch()
-    file.seek(0)
-    file.truncate()
-    faulthandler.dump_traceback(file, all_threads=True)
-    file.seek(0)
-    threads = re.split(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*$", file.read(), flags=re.MULTILINE)
-    by_number = {int(number, 16): frames for number, frames in zip(threads[1::2], threads[2::2])}
-    return by_number.get(threading.main_thread().ident, "")
-
-
-@functools.cache
-def scratch():
-    """The file that looks are written to. A rank opens it before the person's code runs, which may count files."""
-    return tempfile.TemporaryFile("w+", encoding="ascii", errors="backslashreplace")
+        if collects:
+            gc.enable()
 
 
 def _queued() -> float:
