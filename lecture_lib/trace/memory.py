@@ -11,13 +11,12 @@ allocator keeps in reserve.
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 
@@ -73,10 +72,10 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self._forget_ended()
-        before = {_key(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        before = {_key(tensor) for tensor in _tensors((*args, *kwargs.values()))}
         result = func(*args, **kwargs)
         self._forget_ended()
-        made = [x for x in tree_leaves(result) if isinstance(x, Tensor) and _key(x) not in before]
+        made = [tensor for tensor in _tensors((result,)) if _key(tensor) not in before]
         for tensor in made:
             self._see(tensor, "activations")
         if made or func._schema.is_mutable:  # a view changes nothing, and half of the operators are views
@@ -129,6 +128,15 @@ class _Counter(TorchDispatchMode):
             key = self._ended.pop()
             self._now[self._kind.pop(key)] -= self._size.pop(key)
             del self._alive[key]
+
+
+def _tensors(values: Iterable) -> Iterator[Tensor]:
+    """Those that an operator takes or gives: by themselves, and in lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 def _key(tensor: Tensor) -> int:

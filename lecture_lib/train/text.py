@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,21 +22,27 @@ def read(files: Sequence[str] = (), at_least: int = 0) -> Tensor:
     Raises ValueError, the same on every rank, if a rank cannot read a file, has other text than the others, or fewer
     bytes than ``at_least``.
     """
-    data, problem = b"", None
+    data, digest, problem = torch.empty(0), "", None
     try:
-        data = b"".join(Path(file).read_bytes() for file in files) if files else _standard_library()
+        data, digest = _text(files) if files else _standard_library()
     except OSError as error:
         problem = f"cannot read {error.filename}: {error.strerror}; give --data files that every rank can read."
     if problem is None and len(data) < at_least:
         problem = f"has {len(data)} bytes of text, and a sample takes {at_least}; give more --data, or a smaller --seq."
-    digest = hashlib.blake2b(data, digest_size=8).hexdigest()
     agree("train", [f"{len(data)} bytes of text with digest {digest}"], problem=problem)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return data
 
 
 @functools.cache  # a rank of a World trains many times
-def _standard_library() -> bytes:
-    return b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+def _standard_library() -> tuple[Tensor, str]:
+    return _text(sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+
+
+def _text(files: Iterable[str | Path]) -> tuple[Tensor, str]:
+    """All bytes of these files, and a digest of them."""
+    data = bytearray().join(Path(file).read_bytes() for file in files)
+    tokens = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return tokens, hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def batch_of(text: Tensor, step: int, *, batch: int, seq: int, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -98,7 +98,11 @@ def _alone(way: str, options: argparse.Namespace, tokens: Tensor, targets: Tenso
 def _together(way: str, options: argparse.Namespace) -> Row:
     """The model on all ranks."""
     mesh, model, _, batch = build(options)
-    *mine, loss = _count(nn.ModuleList(model.stages.values()), lambda: model.step(*batch(0)))
+    module = nn.ModuleList(model.stages.values())
+    if mesh.size["cp"] > 1:  # the first step makes the buckets that gradients travel in; they are no activations
+        model.step(*batch(0))
+        module.zero_grad()
+    *mine, loss = _count(module, lambda: model.step(*batch(0)))
     mesh.close()
     activations, flops, sent = zip(*_everyone(mine))
     return Row(way, len(flops), max(activations), sum(flops), max(sent), loss)
@@ -106,8 +110,6 @@ def _together(way: str, options: argparse.Namespace) -> Row:
 
 def _count(module: nn.Module, step: Callable[[], Tensor]) -> tuple[int, int, int | Fraction, float]:
     """(most bytes of activations, FLOP, bytes sent, loss) of a step on this rank."""
-    step()  # from here on the buckets that gradients travel in are there
-    module.zero_grad()
     with ledger() as led, _Flops() as counted, memory(module) as held:
         loss = step()
     return held.peak["activations"], counted.flops, led.bytes_sent, loss.item()

@@ -15,6 +15,9 @@ A trap: ``nn.Linear(k, m // n)`` on every rank is not a shard of a layer. With t
 are equal, stay equal, and the layer has n times fewer different features. With different seeds, what should be alike
 (a norm, a bias, the layers of the next group) is not. So a shard here is cut from a whole layer, the one that the first
 rank of the group has. Its values are those of one process with that rank's seed.
+
+A layer compares what the ranks bring, and gets the first rank's values, when it is made by itself. Made as a part of a
+larger one, which has done so for all its parts at once, it is given these ``values``, and sends nothing.
 """
 
 import torch
@@ -23,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lecture_lib.parallel.agree import agree, facts_of, several_devices
+from lecture_lib.parallel.agree import agree, broadcast_from_first, facts_of, several_devices
 from lecture_lib.parallel.tensor.moves import (
     copy_to_group,
     gather_from_group,
@@ -33,6 +36,8 @@ from lecture_lib.parallel.tensor.moves import (
 )
 from lecture_lib.parallel.tensor.overlap import linear_of_copy, linear_then_reduce
 
+Values = dict[nn.Parameter, Tensor]  # of whole parameters: those of the first rank of a group
+
 
 class ColumnShard(nn.Module):
     """This rank's output features of a linear layer. x is already here, the output stays here: nothing moves.
@@ -41,7 +46,7 @@ class ColumnShard(nn.Module):
 
     replicas: neighbouring ranks of the group that hold the same shard, when there are more ranks than shards; this
     rank's are given as a group of its own. The gradient of the weight is summed over them: 2(r-1)/r of its bytes, r
-    ranks.
+    ranks. options: those of a layer made from this one, on which the ranks must agree too.
 
     Raises ValueError, the same on every rank, if the ranks cannot share the features equally, or bring layers that
     differ in shape or dtype.
@@ -49,17 +54,24 @@ class ColumnShard(nn.Module):
 
     sharded = {"weight": 0, "bias": 0}  # parameter: the dimension that is split, for gather_full_state_dict
 
-    def __init__(self, linear: nn.Linear, group: ProcessGroup | None = None, replicas: ProcessGroup | None = None):
+    def __init__(
+        self,
+        linear: nn.Linear,
+        group: ProcessGroup | None = None,
+        replicas: ProcessGroup | None = None,
+        values: Values | None = None,
+        **options,
+    ):
         super().__init__()
         who = type(self).__name__
-        agree_on(who, linear, nn.Linear, group)
+        values = values or values_of_first_rank(who, linear, nn.Linear, group, **options)
         self.group, self.replicas = group, replicas
         self.copies = 1 if replicas is None else dist.get_world_size(replicas)
         shards, shard = dist.get_world_size(group) // self.copies, dist.get_rank(group) // self.copies
         share_equally(who, linear.out_features, "output features", shards)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = shard_of(linear.weight, 0, shards, shard, group)  # (out / n, in)
-        self.bias = None if linear.bias is None else shard_of(linear.bias, 0, shards, shard, group)  # (out / n,)
+        self.weight = shard_of(linear.weight, values, 0, shards, shard)  # (out / n, in)
+        self.bias = None if linear.bias is None else shard_of(linear.bias, values, 0, shards, shard)  # (out / n,)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.replicas is None:
@@ -94,10 +106,10 @@ class ColumnParallelLinear(ColumnShard):
         gather_input: bool = False,
         gather_output: bool = False,
         sequence_dim: int | None = None,
+        values: Values | None = None,
     ):
-        super().__init__(linear, group)
         options = {"gather_input": gather_input, "gather_output": gather_output, "sequence_dim": sequence_dim}
-        agree_on("ColumnParallelLinear", linear, nn.Linear, group, **options)
+        super().__init__(linear, group, values=values, **options)
         if gather_input and sequence_dim is not None:
             raise ValueError(
                 "ColumnParallelLinear: x is split by features (gather_input) or along sequence_dim; pass one."
@@ -142,10 +154,11 @@ class RowParallelLinear(nn.Module):
         split_input: bool = False,
         sequence_dim: int | None = None,
         chunks: int = 1,
+        values: Values | None = None,
     ):
         super().__init__()
         options = {"split_input": split_input, "sequence_dim": sequence_dim, "chunks": chunks}
-        agree_on("RowParallelLinear", linear, nn.Linear, group, **options)
+        values = values or values_of_first_rank("RowParallelLinear", linear, nn.Linear, group, **options)
         if chunks < 1 or (chunks > 1 and sequence_dim is not None):
             raise ValueError(
                 f"RowParallelLinear: chunks={chunks} cut an all-reduce; use 1, or more without sequence_dim."
@@ -154,8 +167,8 @@ class RowParallelLinear(nn.Module):
         share_equally("RowParallelLinear", linear.in_features, "input features", n)
         self.group, self.split_input, self.sequence_dim, self.chunks = group, split_input, sequence_dim, chunks
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = shard_of(linear.weight, 1, n, rank, group)  # (out, in / n)
-        self.bias = None if linear.bias is None else shard_of(linear.bias, 0, 1, 0, group)  # (out,) on every rank
+        self.weight = shard_of(linear.weight, values, 1, n, rank)  # (out, in / n)
+        self.bias = None if linear.bias is None else shard_of(linear.bias, values, 0, 1, 0)  # (out,) on every rank
 
     def forward(self, x: Tensor) -> Tensor:
         if self.split_input:
@@ -175,13 +188,24 @@ class RowParallelLinear(nn.Module):
 # ---- from a whole layer ----------------------------------------------------------------------------------------------
 
 
-def agree_on(who: str, whole: nn.Module, kind: type, group: ProcessGroup | None, **options) -> None:
-    """All ranks bring a ``kind`` of the same shapes and dtypes, and the same options, or all raise one ValueError."""
+def values_of_first_rank(who: str, whole: nn.Module, kind: type, group: ProcessGroup | None, **options) -> Values:
+    """What the first rank of the group has. All ranks bring a ``kind`` of the same shapes and dtypes, and the same
+    options, or all raise one ValueError."""
     if isinstance(whole, kind):
         facts = [*(f"{name}={value}" for name, value in options.items()), *facts_of(whole)]
         agree(who, facts, group, several_devices(whole.named_parameters()))
     else:
         agree(who, [], group, f"brought a {type(whole).__name__}, where {kind.__name__} is needed.")
+    return from_first_rank(whole, group)
+
+
+def from_first_rank(whole: nn.Module, group: ProcessGroup | None) -> Values:
+    """All parameters as the first rank of the group has them, in new tensors. It sends S bytes, as do all others but
+    the last; one broadcast for each dtype."""
+    values = {parameter: parameter.detach().clone() for parameter in whole.parameters()}
+    if dist.get_world_size(group) > 1 and values:
+        broadcast_from_first(list(values.values()), group)
+    return values
 
 
 def share_equally(who: str, count: int, what: str, ranks: int) -> None:
@@ -192,15 +216,7 @@ def share_equally(who: str, count: int, what: str, ranks: int) -> None:
         )
 
 
-def from_first_rank(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """What the first rank of the group has, as a new tensor. It sends S bytes, as do all others but the last."""
-    tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
-    if dist.get_world_size(group) > 1:
-        dist.broadcast(tensor, group=group, group_src=0)
-    return tensor
-
-
-def shard_of(whole: nn.Parameter, dim: int, shards: int, shard: int, group: ProcessGroup | None) -> nn.Parameter:
-    """One of ``shards`` equal slices of the first rank's parameter along ``dim``; frozen if the whole is."""
-    own = from_first_rank(whole, group).chunk(shards, dim)[shard]
+def shard_of(whole: nn.Parameter, values: Values, dim: int, shards: int, shard: int) -> nn.Parameter:
+    """One of ``shards`` equal slices of a parameter along ``dim``; frozen if the whole is."""
+    own = values[whole].chunk(shards, dim)[shard]
     return nn.Parameter(own.clone(memory_format=torch.contiguous_format), requires_grad=whole.requires_grad)

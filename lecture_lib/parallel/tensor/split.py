@@ -26,9 +26,11 @@ from lecture_lib.parallel.tensor.linear import (
     ColumnParallelLinear,
     ColumnShard,
     RowParallelLinear,
-    agree_on,
+    Values,
     from_first_rank,
+    shard_of,
     share_equally,
+    values_of_first_rank,
 )
 from lecture_lib.parallel.tensor.moves import copy_to_group, gather_from_group, gather_to_group
 from lecture_lib.parallel.tensor.vocabulary import ParallelEmbedding
@@ -53,17 +55,20 @@ class ParallelAttention(Attention):
         *,
         sequence_dim: int | None = None,
         replicas: ProcessGroup | None = None,
+        values: Values | None = None,
     ):
         nn.Module.__init__(self)
-        agree_on("ParallelAttention", attention, Attention, group, sequence_dim=sequence_dim)
+        values = values or values_of_first_rank(
+            "ParallelAttention", attention, Attention, group, sequence_dim=sequence_dim
+        )
         heads = attention.query.out_features // attention.head_dim
         share_equally("ParallelAttention", heads, "query heads", dist.get_world_size(group))
         replicas = replicas or ranks_that_share(attention, group)
         self.group, self.sequence_dim, self.head_dim = group, sequence_dim, attention.head_dim
-        self.query = ColumnShard(attention.query, group)
-        self.key = ColumnShard(attention.key, group, replicas)
-        self.value = ColumnShard(attention.value, group, replicas)
-        self.output = RowParallelLinear(attention.output, group, sequence_dim=sequence_dim)
+        self.query = ColumnShard(attention.query, group, values=values)
+        self.key = ColumnShard(attention.key, group, replicas, values)
+        self.value = ColumnShard(attention.value, group, replicas, values)
+        self.output = RowParallelLinear(attention.output, group, sequence_dim=sequence_dim, values=values)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(enter(x, self.group, self.sequence_dim))
@@ -75,13 +80,20 @@ class ParallelSwiGLU(SwiGLU):
     2(n-1)/n S forward and as much backward, for the S bytes of x.
     """
 
-    def __init__(self, mlp: SwiGLU, group: ProcessGroup | None = None, *, sequence_dim: int | None = None):
+    def __init__(
+        self,
+        mlp: SwiGLU,
+        group: ProcessGroup | None = None,
+        *,
+        sequence_dim: int | None = None,
+        values: Values | None = None,
+    ):
         nn.Module.__init__(self)
-        agree_on("ParallelSwiGLU", mlp, SwiGLU, group, sequence_dim=sequence_dim)
+        values = values or values_of_first_rank("ParallelSwiGLU", mlp, SwiGLU, group, sequence_dim=sequence_dim)
         self.group, self.sequence_dim = group, sequence_dim
-        self.gate = ColumnShard(mlp.gate, group)
-        self.up = ColumnShard(mlp.up, group)
-        self.down = RowParallelLinear(mlp.down, group, sequence_dim=sequence_dim)
+        self.gate = ColumnShard(mlp.gate, group, values=values)
+        self.up = ColumnShard(mlp.up, group, values=values)
+        self.down = RowParallelLinear(mlp.down, group, sequence_dim=sequence_dim, values=values)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(enter(x, self.group, self.sequence_dim))
@@ -94,10 +106,11 @@ class SequenceParallelNorm(nn.RMSNorm):
     does on the way back: an all-reduce of ``hidden`` numbers.
     """
 
-    def __init__(self, norm: nn.RMSNorm, group: ProcessGroup | None = None):
+    def __init__(self, norm: nn.RMSNorm, group: ProcessGroup | None = None, values: Values | None = None):
         super().__init__(norm.normalized_shape, norm.eps, device="meta")
+        values = values or values_of_first_rank("SequenceParallelNorm", norm, nn.RMSNorm, group)
         self.group = group
-        self.weight = nn.Parameter(from_first_rank(norm.weight, group), requires_grad=norm.weight.requires_grad)
+        self.weight = shard_of(norm.weight, values, 0, 1, 0)  # (hidden,) on every rank
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq / n, hidden) -> the same
         return F.rms_norm(x, self.normalized_shape, copy_to_group(self.weight, self.group), self.eps)
@@ -175,7 +188,7 @@ def tensor_parallel(
     Raises ValueError, the same on every rank and before the model is changed, if the ranks bring models that differ,
     cannot share a size equally, or if the model has parameters in other kinds of layers.
     """
-    agree_on_model("tensor_parallel", model, group, f"sequence_parallel={sequence_parallel}")
+    values = agree_on_model("tensor_parallel", model, group, f"sequence_parallel={sequence_parallel}")
     parts: dict[str, nn.Module] = {}
     if isinstance(model, nn.Sequential):
         if sequence_parallel:
@@ -183,24 +196,25 @@ def tensor_parallel(
         linears = {name: part for name, part in model.named_children() if isinstance(part, nn.Linear)}
         for i, (name, linear) in enumerate(linears.items()):
             if i % 2:
-                parts[name] = RowParallelLinear(linear, group)
+                parts[name] = RowParallelLinear(linear, group, values=values)
             else:  # the last one is gathered if no row layer follows
-                parts[name] = ColumnParallelLinear(linear, group, gather_output=i == len(linears) - 1)
+                last = i == len(linears) - 1
+                parts[name] = ColumnParallelLinear(linear, group, gather_output=last, values=values)
         return replace(model, parts, "tensor_parallel")
 
     dim = SEQUENCE if sequence_parallel else None
     for name, part in model.named_modules():
         if isinstance(part, nn.Embedding):
-            parts[name] = ParallelEmbedding(part, group, sequence_dim=dim)
+            parts[name] = ParallelEmbedding(part, group, sequence_dim=dim, values=values)
         elif isinstance(part, Attention):
             replicas = replicas or ranks_that_share(part, group)  # one group for all layers
-            parts[name] = ParallelAttention(part, group, sequence_dim=dim, replicas=replicas)
+            parts[name] = ParallelAttention(part, group, sequence_dim=dim, replicas=replicas, values=values)
         elif isinstance(part, SwiGLU):
-            parts[name] = ParallelSwiGLU(part, group, sequence_dim=dim)
+            parts[name] = ParallelSwiGLU(part, group, sequence_dim=dim, values=values)
         elif isinstance(part, nn.RMSNorm):
-            parts[name] = SequenceParallelNorm(part, group) if sequence_parallel else replicated(part, group)
+            parts[name] = SequenceParallelNorm(part, group, values) if sequence_parallel else replicated(part, values)
         elif name == "head":
-            parts[name] = ColumnParallelLinear(part, group, sequence_dim=dim)
+            parts[name] = ColumnParallelLinear(part, group, sequence_dim=dim, values=values)
     if {"embedding", "head"} <= parts.keys() and model.head.weight is model.embedding.weight:
         parts["head"].weight = parts["embedding"].weight  # tied: both have the same rows of the vocabulary
     return replace(model, parts, "tensor_parallel")
@@ -213,28 +227,30 @@ def all_gather_mlp(mlp: nn.Sequential, group: ProcessGroup | None = None) -> nn.
     much each, and an all-reduce of 2(n-1)/n S if x needs a gradient. Changes the model, and returns it. Raises
     ValueError as ``tensor_parallel`` does.
     """
-    agree_on_model("all_gather_mlp", mlp, group)
+    values = agree_on_model("all_gather_mlp", mlp, group)
     linears = {name: part for name, part in mlp.named_children() if isinstance(part, nn.Linear)}
     parts: dict[str, nn.Module] = {}
     for i, (name, linear) in enumerate(linears.items()):
         last = i == len(linears) - 1
-        parts[name] = ColumnParallelLinear(linear, group, gather_input=i > 0, gather_output=last)
+        parts[name] = ColumnParallelLinear(linear, group, gather_input=i > 0, gather_output=last, values=values)
     return replace(mlp, parts, "all_gather_mlp")
 
 
-def agree_on_model(who: str, model: nn.Module, group: ProcessGroup | None, *options: str) -> None:
+def agree_on_model(who: str, model: nn.Module, group: ProcessGroup | None, *options: str) -> Values:
+    """What the first rank of the group has, as ``values_of_first_rank``; of a model that is not split yet."""
     problem = several_devices(model.named_parameters())
     if any(hasattr(part, "sharded") for part in model.modules()):
         problem = "brought a model that is split already; start from the model of one process."
     agree(who, [*options, *facts_of(model)], group, problem)
+    return from_first_rank(model, group)
 
 
-def replicated(part: nn.Module, group: ProcessGroup | None) -> nn.Module:
+def replicated(part: nn.Module, values: Values) -> nn.Module:
     """The same layer on all ranks, with the parameters of the first one."""
-    part = copy.deepcopy(part)
-    for parameter in part.parameters():
-        parameter.data = from_first_rank(parameter, group)
-    return part
+    copied = copy.deepcopy(part)
+    for parameter, own in zip(copied.parameters(), part.parameters(), strict=True):
+        parameter.data = values[own]
+    return copied
 
 
 def replace(model: nn.Module, parts: dict[str, nn.Module], who: str) -> nn.Module:

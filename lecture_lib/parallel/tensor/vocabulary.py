@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lecture_lib.parallel.tensor.linear import agree_on, shard_of, share_equally
+from lecture_lib.parallel.tensor.linear import Values, shard_of, share_equally, values_of_first_rank
 from lecture_lib.parallel.tensor.moves import reduce_from_group, reduce_scatter_from_group
 
 
@@ -27,9 +27,18 @@ class ParallelEmbedding(nn.Module):
 
     sharded = {"weight": 0}
 
-    def __init__(self, embedding: nn.Embedding, group: ProcessGroup | None = None, *, sequence_dim: int | None = None):
+    def __init__(
+        self,
+        embedding: nn.Embedding,
+        group: ProcessGroup | None = None,
+        *,
+        sequence_dim: int | None = None,
+        values: Values | None = None,
+    ):
         super().__init__()
-        agree_on("ParallelEmbedding", embedding, nn.Embedding, group, sequence_dim=sequence_dim)
+        values = values or values_of_first_rank(
+            "ParallelEmbedding", embedding, nn.Embedding, group, sequence_dim=sequence_dim
+        )
         for option in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
             if (value := getattr(embedding, option)) is not None and value is not False:
                 raise ValueError(f"ParallelEmbedding: {option} of nn.Embedding is not supported; make one without.")
@@ -37,7 +46,7 @@ class ParallelEmbedding(nn.Module):
         share_equally("ParallelEmbedding", embedding.num_embeddings, "rows of the vocabulary", n)
         self.group, self.sequence_dim = group, sequence_dim
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
-        self.weight = shard_of(embedding.weight, 0, n, rank, group)  # (vocab / n, hidden)
+        self.weight = shard_of(embedding.weight, values, 0, n, rank)  # (vocab / n, hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
         index, elsewhere = own_rows("ParallelEmbedding", tokens, self.weight.shape[0], self.group)
