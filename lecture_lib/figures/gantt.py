@@ -20,14 +20,16 @@ def gantt(lines: list) -> Plot:
             events = [event for event in line.events if (event.call is not None) == calls]
             lanes = _lanes(events)
             height = HEIGHT / (max(lanes, default=0) + 1)
+            bars = [[] for _ in range(max(lanes, default=-1) + 1)]  # (begin, length), by lane
             for event, lane in zip(events, lanes, strict=True):
                 begin, end = event.begin - first, (event.end or event.begin) - first
                 y = top + lane * height
-                box = (end - begin) * 1e3, height, begin * 1e3
-                axes.barh(y, *box, align="edge", color=fill, edgecolor="white", linewidth=0.8)
+                bars[lane].append((begin * 1e3, (end - begin) * 1e3))
                 if (end - begin) / length > 0.012 * len(event.name) and height > HEIGHT / 2:  # else it does not fit
                     middle = (begin + end) / 2 * 1e3, y + height / 2
                     axes.text(*middle, event.name, ha="center", va="center", color=text_color(fill), fontsize=14)
+            for lane, of_lane in enumerate(bars):
+                axes.broken_barh(of_lane, (top + lane * height, height), color=fill, edgecolor="white", linewidth=0.8)
     axes.set_yticks(range(len(lines)), [f"rank {line.rank}" for line in lines])
     axes.set_ylim(len(lines) - 0.5, -0.5)
     axes.set_xlim(0, length * 1e3)

@@ -11,8 +11,8 @@ threads of gloo, which enter Python for the first time at any moment.)
 
 import contextlib
 import dis
+import functools
 import gc
-import glob
 import json
 import os
 import sys
@@ -85,11 +85,11 @@ def _queued() -> float:
     """Seconds that the other threads were ready to run while all cores were busy; 0 where the system does not tell.
 
     On an overloaded machine a rank may wait longer for a core than for its peers; that is not a deadlock."""
-    own, seconds = str(threading.get_native_id()), 0.0
-    for path in glob.glob("/proc/self/task/*/schedstat"):
-        with contextlib.suppress(OSError):  # the thread has just ended
-            if path.split("/")[4] != own:
-                seconds += int(Path(path).read_text().split()[1]) / 1e9
+    tasks, seconds = "/proc/self/task", 0.0
+    others = set(os.listdir(tasks)) - {str(threading.get_native_id())} if os.path.exists(tasks) else ()
+    for thread in others:
+        with contextlib.suppress(OSError), open(f"{tasks}/{thread}/schedstat", "rb") as file:  # it has just ended
+            seconds += int(file.read().split()[1]) / 1e9
     return seconds
 
 
@@ -186,15 +186,19 @@ def _calls_wait(frame) -> bool:
     """Whether a frame stands at a call of something.wait() in C, without arguments, as that of torch's Work is."""
     import torch.distributed as dist
 
-    if not dist.is_initialized():
-        return False
-    before = None
-    for instruction in dis.get_instructions(frame.f_code):
-        if instruction.offset == frame.f_lasti:
-            return before is not None and before.argval == "wait" and before.opname in ("LOAD_METHOD", "LOAD_ATTR")
+    return dist.is_initialized() and frame.f_lasti in _waits(frame.f_code)
+
+
+@functools.lru_cache(1000)  # a look should take no more than a millisecond
+def _waits(code) -> set[int]:
+    """Where in a function something.wait() is called."""
+    calls, before = set(), None
+    for instruction in dis.get_instructions(code):
+        if before is not None and before.argval == "wait" and before.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+            calls.add(instruction.offset)
         if instruction.opname not in ("PRECALL", "CACHE", "EXTENDED_ARG"):
             before = instruction
-    return False
+    return calls
 
 
 def _describe(frame) -> tuple[str, list[int] | None]:

@@ -57,7 +57,8 @@ class _Counter(TorchDispatchMode):
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None):
         super().__init__()
         self.memory = Memory()
-        self._modules, self._optimizer = list(module.modules()), optimizer
+        self._optimizer = optimizer
+        self._named = [named for m in module.modules() for named in (m._parameters, m._buffers) if named]
         self._alive: dict[int, weakref.ref] = {}  # storage -> itself, which ends when torch frees it
         self._kind: dict[int, str] = {}
         self._size: dict[int, int] = {}
@@ -99,7 +100,7 @@ class _Counter(TorchDispatchMode):
             held.at_peak = dict(now)
 
     def _owned(self):
-        tensors = [t for m in self._modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        tensors = [tensor for named in self._named for tensor in named.values() if tensor is not None]
         yield "parameters", tensors
         yield "gradients", [t.grad for t in tensors if t.is_leaf and t.grad is not None]
         if self._optimizer is not None:
