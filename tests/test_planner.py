@@ -778,6 +778,8 @@ def test_other_bad_input():
         grow(preset("llama3-8b"), Cluster("H100", 16), Layout(tp=8, pp=2), [24])
     with pytest.raises(ValueError, match="gpus must be a whole number of at least 1, and is 'many'"):
         grow(preset("llama3-8b"), Cluster("H100", 16), Layout(tp=8, pp=2), ["many"])
+    with pytest.raises(ValueError, match="32 GPUs do no useful work: one of them fails every 0.11 seconds"):
+        grow(preset("llama3-8b"), Cluster("H100", 16), Layout(tp=8, pp=2), [32], mtbf_hours=0.001)
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,11 @@ def draw(e: Estimate) -> Figure:
     span = max(1.2 * limit, e.memory_gib)
     strokes = [label(16, 34, "time", anchor="start", bold=True), label(16, 190, "memory", anchor="start", bold=True)]
     strokes += [
-        label(884, 34, f"{short(e.step_seconds)} s", anchor="end", bold=True, size=26),
-        label(884, 190, f"{short(e.memory_gib)} GiB", anchor="end", bold=True, size=26),
+        label(884, 34, f"{three_digits(e.step_seconds)} s", anchor="end", bold=True, size=26),
+        label(884, 190, f"{three_digits(e.memory_gib)} GiB", anchor="end", bold=True, size=26),
     ]
     strokes += _bar(left, 34, wide, time, GROUP_COLORS, e.step_seconds, lambda s: f"{s / e.step_seconds:.0%}")
-    strokes += _bar(left, 190, wide, held(e), COLORS, span, short)
+    strokes += _bar(left, 190, wide, held(e), COLORS, span, three_digits)
     x = left + wide * limit / span
     strokes += [
         line([(x, 160), (x, 216)], color=INK, width=3, dash="6 5"),
@@ -66,7 +66,7 @@ def key(x, y, color, words) -> list[str]:
     return [box(x, y - 9, 18, 18, fill=color, stroke=FAINT, radius=0), label(x + 26, y, words, anchor="start")]
 
 
-def short(value: float) -> str:
+def three_digits(value: float) -> str:
     """Three digits, and more before a point."""
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
 

@@ -8,7 +8,7 @@ from lecture_lib.planner import Cluster, Estimate, best, preset, reliability
 
 from .controls import Explorer
 from .palette import FAINT, INK, PALETTE
-from .planning import key, short
+from .planning import key, three_digits
 from .planning_bars import KINDS, shares
 from .svg import Figure, box, figure, label, line
 
@@ -37,10 +37,10 @@ def draw(plans: list[Estimate], at: int) -> Figure:
     """A column for each plan, what its GPUs do; in words and numbers, the one at place ``at``."""
     left, top, high, each = 74, 112, 190, 53
     e, parts = plans[at], time_of(plans[at])
-    gpus, days = f"{e.cluster.gpus:,} GPUs", short(e.days(TOKENS) / reliability(e.cluster.gpus).goodput)
+    gpus, days = f"{e.cluster.gpus:,} GPUs", three_digits(e.days(TOKENS) / reliability(e.cluster.gpus).goodput)
     strokes = [
         label(16, 34, gpus, anchor="start", bold=True, size=26),
-        label(270, 34, f"step {short(e.step_seconds)} s", anchor="start"),
+        label(270, 34, f"step {three_digits(e.step_seconds)} s", anchor="start"),
         label(440, 34, f"MFU {e.mfu:.0%}", anchor="start"),
         label(884, 34, f"{TOKENS / 1e12:.0f} T tokens in {days} days", anchor="end", bold=True),
         label(16, 72, f"{_axes(e)}; {e.layout.global_batch:,} sequences a step", anchor="start"),

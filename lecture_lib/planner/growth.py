@@ -32,7 +32,7 @@ def grow(
 
     same_batch: each rank gets less to do (strong scaling); otherwise the batch grows with the ranks. A batch that is
     not given is the one that ``estimate`` takes on ``cluster``. ``failures``: what ``reliability`` takes. Raises
-    ValueError where the layout's other axes, or the batch, do not divide.
+    ValueError where the layout's other axes, or the batch, do not divide, and if the smallest job never gets anywhere.
     """
     (first, *_) = complete(model, cluster, layout)
     if layout.global_batch is None:
@@ -50,6 +50,11 @@ def grow(
         r = reliability(n, **failures)
         each = e.tokens_per_second_per_gpu * r.goodput
         smallest = each if smallest is None else smallest
+        if not smallest:
+            raise ValueError(
+                f"{n} GPUs do no useful work: one of them fails every {r.seconds_between_failures:.2g} seconds, sooner "
+                "than the job is running again."
+            )
         sizes.append(Size(e, r, each / smallest))
     return sizes
 
