@@ -435,6 +435,20 @@ def test_bytes_of_a_step_are_those_of_the_docstring(sized, kv_heads):
             assert totals["all_reduce"][0] == 2 + 2 * L + 1 + 2 * L * (r > 1)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_model_is_split_with_one_broadcast(sized, sequence_parallel):
+    def split():
+        whole = Transformer(**SIZES)
+        size = sum(parameter.nbytes for parameter in whole.parameters())
+        with ledger() as led:
+            tensor_parallel(whole, sequence_parallel=sequence_parallel)
+        return [(call.name, call.bytes_sent) for call in led.calls], size
+
+    last = sized.size - 1
+    for rank, (calls, size) in enumerate(sized.run(split)):
+        assert calls == ([("broadcast", size if rank < last else 0)] if last else [])
+
+
 def saved_bytes(module, x):
     """Bytes of the activations that a forward pass keeps for the backward pass, and the shapes of the tensors."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}

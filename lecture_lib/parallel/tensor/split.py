@@ -158,8 +158,9 @@ def tensor_parallel(
 ) -> nn.Module:
     """Split a Transformer or a deep MLP of lecture_lib.parallel.model over the ranks. Changes the model and returns it.
 
-    Names stay; each rank's parameters are its shards of those of the group's first rank. ``gather_full_state_dict`` is
-    the way back. An optimizer is made afterwards, from the new parameters.
+    Names stay; each rank's parameters are its shards of those of the group's first rank, which come in one broadcast:
+    all ranks but the last send the bytes of all parameters. ``gather_full_state_dict`` is the way back. An optimizer is
+    made afterwards, from the new parameters.
 
     replicas: the neighbouring ranks that hold the same key and value head as this one, where there are more ranks than
     heads: ``Mesh.neighbours``. If it is not given, a group is made for this model, and torch keeps it to the end.
