@@ -14,6 +14,7 @@ Read in this order:
     loop.py        build the model on its mesh, train it, sample from it
     checkpoint.py  what a killed run leaves, and how another layout goes on with it
     tradeoff.py    store, recompute or communicate: what each costs
+    flops.py       the FLOP of a step, counted
 """
 
 from lecture_lib.train.loop import Result, Training, build, profile, train

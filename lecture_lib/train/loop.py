@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.benchmark import Timer
 from tqdm import tqdm
 
 from lecture_lib.parallel.agree import agree
@@ -242,6 +241,8 @@ def flops_per_token(options: argparse.Namespace) -> int:
 
 def peak_flops(precision: str, device: torch.device) -> float:
     """FLOP/s of a large matmul that all ranks do at the same time, summed over the ranks."""
+    from torch.utils.benchmark import Timer  # takes a moment, which a quiet run need not wait
+
     n = 8192 if device.type == "cuda" else 512
     a = torch.randn(n, n, device=device, dtype=PRECISIONS[precision])
     timer = Timer("a @ a", globals={"a": a}, num_threads=torch.get_num_threads())

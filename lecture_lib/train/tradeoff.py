@@ -14,8 +14,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from lecture_lib.parallel.model import Transformer, next_token_loss
 from lecture_lib.parallel.recompute import recompute
@@ -110,7 +108,9 @@ def _together(way: str, options: argparse.Namespace) -> Row:
 
 def _count(module: nn.Module, step: Callable[[], Tensor]) -> tuple[int, int, int | Fraction, float]:
     """(most bytes of activations, FLOP, bytes sent, loss) of a step on this rank."""
-    with ledger() as led, _Flops() as counted, memory(module) as held:
+    from lecture_lib.train.flops import Flops  # imports Triton, half a second that a notebook need not wait
+
+    with ledger() as led, Flops() as counted, memory(module) as held:
         loss = step()
     return held.peak["activations"], counted.flops, led.bytes_sent, loss.item()
 
@@ -121,38 +121,6 @@ def _everyone(mine) -> list:
     with unrecorded():
         dist.all_gather_object(brought, mine)
     return brought
-
-
-class _Flops(TorchDispatchMode):
-    """FLOP of all operators. torch's FlopCounterMode counts them by module too, and so holds on to activations, which
-    are to be counted in the same step."""
-
-    flops = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if formula := FORMULAS.get(func.overloadpacket):
-            self.flops += formula(*args, **(kwargs or {}), out_val=result)
-        return result
-
-
-# torch counts all scores of attention, and none on a CPU; with a causal mask half of them are computed.
-def _forward(query, key, value, dropout_p=0.0, is_causal=False, *_, **__) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape) // (1 + is_causal)
-
-
-def _backward(gradient, query, key, value, *rest, is_causal=None, **__) -> int:
-    if is_causal is None:
-        is_causal = rest[3 if len(rest) < 7 else 7]  # after dropout_p, which the GPU's has later
-    return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape) // (1 + is_causal)
-
-
-FORMULAS = flop_registry | {
-    torch.ops.aten._scaled_dot_product_flash_attention: _forward,
-    torch.ops.aten._scaled_dot_product_flash_attention_backward: _backward,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _forward,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
-}
 
 
 def tradeoff_table(rows: Iterable[Row]) -> str:
