@@ -6,10 +6,13 @@
 
 Counted, not sampled: after each operator of torch, the sizes of all tensors' storages that are alive. So the number is
 the same on every run and every machine; it leaves out what an operator takes and gives back while it runs, and what the
-allocator keeps in reserve.
+allocator keeps in reserve. And what gloo's threads still hold of a collective that is over: before a count becomes the
+most that there was, they are given the time to let go of it.
 """
 
 import contextlib
+import os
+import time
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+SETTLE_SECONDS = 1.0
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 
 
@@ -49,6 +53,7 @@ def memory(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     counter = _Counter(module, optimizer)
     with counter:
         yield counter.memory
+    wait_for_gloo()
     counter.count()
     counter.memory.at_end = dict(counter._now)
 
@@ -64,6 +69,7 @@ class _Counter(TorchDispatchMode):
         self._size: dict[int, int] = {}
         self._now = dict.fromkeys(KINDS, 0)
         self._ended: list[int] = []  # storages that were freed since the last count, also by the backend's threads
+        self._sent = False  # whether the backend's threads were given anything
         self.count()
 
     @classmethod
@@ -79,6 +85,7 @@ class _Counter(TorchDispatchMode):
         made = [tensor for tensor in _tensors((result,)) if _key(tensor) not in before]
         for tensor in made:
             self._see(tensor, "activations")
+        self._sent |= func.namespace in ("c10d", "_c10d_functional")
         if made or func._schema.is_mutable:  # a view changes nothing, and half of the operators are views
             self.count()
         return result
@@ -95,6 +102,9 @@ class _Counter(TorchDispatchMode):
             if storage is not None and storage.nbytes() != self._size[key]:  # a sharded parameter's grows and shrinks
                 self._set(key, self._kind[key], storage.nbytes())
         held, now = self.memory, self._now
+        if self._sent and (sum(now.values()) > held.total or any(now[kind] > held.peak[kind] for kind in KINDS)):
+            wait_for_gloo()
+            self._forget_ended()
         held.peak = {kind: max(held.peak[kind], now[kind]) for kind in KINDS}
         if sum(now.values()) > held.total:
             held.at_peak = dict(now)
@@ -129,6 +139,26 @@ class _Counter(TorchDispatchMode):
             key = self._ended.pop()
             self._now[self._kind.pop(key)] -= self._size.pop(key)
             del self._alive[key]
+
+
+def wait_for_gloo() -> None:
+    """Until none of gloo's threads runs. A rank goes on as soon as a collective is over; the thread that has carried it
+    out lets go of the tensors a moment later, or many milliseconds where cores are few. Without gloo, or on a system
+    without /proc, this waits for nothing."""
+    end, still = time.monotonic() + SETTLE_SECONDS, 0
+    while still < 2 and time.monotonic() < end:
+        time.sleep(1e-4)  # to free a tensor a thread needs the GIL
+        still = 0 if any(state == "R" for state in _gloo_threads()) else still + 1
+
+
+def _gloo_threads() -> Iterator[str]:
+    """What each does: "R" if it runs or waits for a core, "S" if it waits for anything else (man 5 proc)."""
+    tasks = "/proc/self/task"
+    for thread in os.listdir(tasks) if os.path.exists(tasks) else ():
+        with contextlib.suppress(OSError), open(f"{tasks}/{thread}/stat") as file:
+            name, state = file.read(64).partition(" (")[2].rpartition(") ")[::2]
+            if name == "pt_gloo_runloop":
+                yield state[0]
 
 
 def _tensors(values: Iterable) -> Iterator[Tensor]:
