@@ -272,7 +272,13 @@ def test_a_checkpoint_of_a_run_with_other_samples_goes_on_and_says_so(alone, kep
     alone.run(train, options(SMALL + f"--steps 3 --checkpoint {kept} --resume"))
     assert capfd.readouterr().out == ""
     alone.run(train, options(SMALL + f"--steps 4 --checkpoint {kept} --resume --batch 8"))
-    assert "with other samples: it had batch 4, and this one batch 8" in capfd.readouterr().out
+    assert "with other samples: it had batch 4, first batch " in capfd.readouterr().out
+
+
+def test_a_checkpoint_of_a_run_on_other_text_goes_on_and_says_so(alone, kept, tmp_path, capfd):
+    (tmp_path / "other.txt").write_text("other words " * 1000)
+    alone.run(train, options(SMALL + f"--steps 3 --checkpoint {kept} --resume --data {tmp_path / 'other.txt'}"))
+    assert "with other samples: it had first batch " in capfd.readouterr().out
 
 
 def test_two_runs_do_not_write_to_the_same_directory(pair, kept):

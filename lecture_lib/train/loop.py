@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import hashlib
 import math
 import os
 import statistics
@@ -131,9 +132,11 @@ def model_of(options: argparse.Namespace) -> dict[str, int]:
     return {name: getattr(options, name) for name in names} | {"vocab": text.VOCABULARY}
 
 
-def run_of(options: argparse.Namespace) -> dict[str, dict]:
-    """What a checkpoint says of its run."""
-    return {"model": model_of(options), "samples": {name: getattr(options, name) for name in ("batch", "seq", "seed")}}
+def _run_of(training: Training, options: argparse.Namespace) -> dict[str, dict]:
+    """What a checkpoint says of its run. Other text, as the library of another Python, shows in the first batch."""
+    first = hashlib.blake2b(torch.stack(training.batch(0)).cpu().numpy(), digest_size=8).hexdigest()
+    samples = {name: getattr(options, name) for name in ("batch", "seq", "seed")} | {"first batch": first}
+    return {"model": model_of(options), "samples": samples}
 
 
 def _axes(options: argparse.Namespace) -> dict[str, int]:
@@ -165,11 +168,12 @@ def _train(training: Training, options: argparse.Namespace) -> Result:
     from lecture_lib.train import checkpoint  # takes a moment, which a run without checkpoints need not wait
 
     directory, (_, model, optimizer, _) = Path(options.checkpoint), training
-    with checkpoint.begin(directory, model, optimizer, run_of(options), options.resume) as first:
+    run = _run_of(training, options)
+    with checkpoint.begin(directory, model, optimizer, run, options.resume) as first:
 
         def save(done: int) -> None:
             if done % options.checkpoint_every == 0 or done == options.steps:
-                checkpoint.save(directory, model, optimizer, run_of(options), done)
+                checkpoint.save(directory, model, optimizer, run, done)
 
         return _steps(training, options, first, save)
 
