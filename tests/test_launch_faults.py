@@ -415,6 +415,21 @@ def test_a_typo_on_all_ranks_costs_no_variables(world):
     assert world.pids == pids
 
 
+def test_a_typo_costs_no_variables_after_a_run_in_which_the_ranks_sent_unequally_many_messages(world):
+    def to_the_next():
+        rank = dist.get_rank()
+        if rank > 0:
+            dist.recv(torch.empty(1), rank - 1)
+        if rank < 3:
+            dist.send(torch.ones(1), rank + 1)
+
+    world.run(to_the_next)
+    pids = world.pids
+    with pytest.raises(RankError, match="rank 3 raised the same"):
+        world.run(lambda: undefined_name)  # noqa: F821
+    assert world.pids == pids
+
+
 def test_a_rank_killed_from_outside_and_one_killed_between_runs(world):
     victim = world.pids[3]
     threading.Timer(0.7, os.kill, (victim, signal.SIGKILL)).start()

@@ -2,8 +2,11 @@
 
 import copy
 import functools
+import importlib
 import itertools
+import math
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from comparing import counts, difference, error_of, seeded
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lecture_lib import RankError
 from lecture_lib.parallel import DataParallel, context
 from lecture_lib.parallel.context import (
     all_gather_attention,
@@ -130,6 +134,18 @@ def test_the_formulas_are_those_of_the_flash_kernel(dtype, diagonal):
     theirs_back = context.flash_gradients(g, q, k, v, *theirs, diagonal)
     for a, b in zip([*ours, *ours_back], [*theirs, *theirs_back], strict=True):
         assert a.dtype == wide and difference(a, b.to(wide)) < close
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("seq", [6, 10])  # of fewer than 8 keys the flash kernel itself loses it
+def test_what_is_no_number_is_not_lost(seq, name, bad):
+    tensors = dict(zip("qkv", qkvg(4, 2, seq)))
+    tensors[name][0, 0, 3, 1] = bad
+    ours, theirs = (compute(*tensors.values()) for compute in (context.attend, context.flash_attend))
+    assert any(not a.isfinite().all() for a in ours)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a.isfinite(), b.isfinite())
 
 
 def test_blocks_are_put_together_in_any_order():
@@ -315,6 +331,27 @@ def test_tiles_save_the_masked_corners_and_stay_balanced(world):
     assert tiled == [tuple(count * (7 * 4 + 2 * 3) // (9 * 4) for count in whole[0])] * 4
 
 
+def test_a_failure_in_the_ring_leaves_no_message_half_received(world):
+    """The next one would meet it, and wait for ever."""
+
+    def failing(*_):
+        raise ArithmeticError("in the first block")
+
+    def run(kernel):
+        with mock.patch.object(importlib.import_module(ring_attention.__module__), kernel, failing):
+            return split(ring_attention, *qkvg(4, 2, 48))
+
+    def right():
+        q, k, v, g = qkvg(4, 2, 48)
+        return worst(split(ring_attention, q, k, v, g), full(q, k, v, g))
+
+    for kernel in ("flash_attend", "flash_gradients"):
+        pids = world.pids
+        with pytest.raises(RankError, match="ArithmeticError"):
+            world.run(run, kernel)
+        assert max(world.run(right)) < CLOSE and world.pids == pids
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -335,7 +372,7 @@ def full_attention(q, k, v):
 
 
 def test_memory_is_that_of_the_docstrings(sized):
-    n, seq, tile = sized.size, 96, 8
+    n, seq, tile = sized.size, 384, 8  # a rank's k and v are more than the small things together
     o, L, kv = 4 * 4 * seq * 16, 4 * 4 * seq, 2 * 4 * 2 * seq * 16  # bytes of the whole sequence's
     block = 4 * 4 * tile * max(tile, 16)  # of scores, or of their part of the output
     for kept, forward, backward in sized.run(functools.partial(held, tile=tile), ring_attention, seq):
@@ -343,8 +380,8 @@ def test_memory_is_that_of_the_docstrings(sized):
         assert kept == sized.run(held, ring_attention, seq)[0][0]  # with the flash kernel too
         # o, L, two ranks' k and v
         assert (o + L + 2 * kv if n > 1 else o + L + kv) / n <= forward <= (o + L + 2 * kv) / n + 8 * block
-        # dq, D, two ranks' k and v, and gradients of them: for the block at work, those that arrive, and this rank's
-        assert backward <= (o + L + 5 * kv) / n + 8 * block
+        # dq, D, two ranks' k and v, and gradients: for those at work, those that leave and arrive, and this rank's
+        assert backward <= (o + L + 6 * kv) / n + 8 * block
     for kept, *_ in sized.run(held, all_gather_attention, seq):
         assert kept >= (o + L) // n + kv + seq * seq // n  # all k and v, and the mask
     if n == 3:  # 4 heads
@@ -534,8 +571,10 @@ MISTAKES = [
     ),
     (
         lambda: call(ring_attention, tile=0),
-        "ring_attention: rank 0 asked for tile=0; a block has at least 1 query and 1 key. None chooses for you.",
+        "ring_attention: rank 0 asked for tile=0; a block has a whole number of queries and keys, at least 1. None "
+        "chooses one.",
     ),
+    (lambda: call(ring_attention, tile=1.5), "ring_attention: rank 0 asked for tile=1.5; a block has a whole number"),
     (
         lambda: call(ring_attention, tile=rank_two(2, 4)),
         "rank 2 brought causal=True, layout=zigzag, tile=4; rank 0 brought causal=True, layout=zigzag, tile=2.",

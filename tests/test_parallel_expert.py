@@ -70,6 +70,7 @@ def by_the_formula(moe, x):
         (1, {"renormalize": False, "capacity_factor": 1.0}),
         (2, {"capacity_factor": 0.7}),
         (2, {"capacity_factor": 1.0}),
+        (2, {"capacity_factor": 1e300}),
     ],
 )
 def test_one_process_is_the_formula(top_k, options):
@@ -83,7 +84,7 @@ def test_one_process_is_the_formula(top_k, options):
     assert y.shape == (5, 4, HIDDEN) and difference(y.view(20, HIDDEN), theirs) < CLOSE
     assert difference(moe.balance, balance) < CLOSE and relative(gradients(moe), expected) < CLOSE
     assert moe.wanted.tolist() == wanted and moe.arrived.tolist() == [taken]
-    if moe.capacity_factor is not None:
+    if moe.capacity_factor is not None and moe.capacity_factor < 2:
         assert sum(taken) < sum(wanted)  # some were dropped, or this shows nothing
 
 

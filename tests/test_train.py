@@ -1,6 +1,7 @@
 """The trainer: the same run on any layout, killed and resumed, under World, torchrun and Slurm; and what it refuses."""
 
 import contextlib
+import errno
 import fcntl
 import importlib
 import io
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -304,9 +306,42 @@ def test_a_disk_that_is_full_is_one_sentence_and_keeps_what_was_there(pair, kept
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     message = message_of(pair, f"--checkpoint {kept} --resume --tp 2 --steps 3", without_room)
-    assert "could not be written" in message and "a directory with room" in message
-    assert "\n" not in message and len(message) < 500
+    assert "could not write the checkpoint" in message and "a directory with room" in message
+    assert "bytes free" in message and "\n" not in message and len(message) < 600
     assert everything_in(kept).keys() == before.keys()
+
+
+def test_a_disk_that_is_full_at_the_last_file_is_left_as_it_was(alone, kept):
+    before = everything_in(kept)
+
+    def without_room(chosen):
+        def no_room(*_, **__):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as from a write: without a name
+
+        from lecture_lib.train import checkpoint
+
+        with mock.patch.object(checkpoint.json, "dump", no_room):
+            return train(chosen)
+
+    message = message_of(alone, f"--checkpoint {kept} --resume --steps 3", without_room)
+    assert "could not write the checkpoint: No space left on device; --checkpoint has to be" in message
+    assert everything_in(kept) == before
+
+
+def test_what_is_not_ours_in_the_directory_stays(alone, kept):
+    for name in (".step-by-step", "step-1", ".step-0000000a", "step-00000004.old"):
+        (kept / name).mkdir()
+        (kept / name / "note").write_text("mine")
+    (kept / ".step-notes").write_text("mine")
+    (kept / ".step-00000007").mkdir()  # half written
+    alone.run(train, options(SMALL + f"--checkpoint {kept} --resume --steps 5 --checkpoint-every 1"))
+    assert {path.name for path in kept.iterdir() if "step-0000000" in path.name and "a" not in path.name} == {
+        "step-00000004",
+        "step-00000004.old",
+        "step-00000005",
+    }
+    assert [(kept / name / "note").read_text() for name in (".step-by-step", "step-1", "step-00000004.old")]
+    assert (kept / ".step-notes").read_text() == "mine" and (kept / ".step-0000000a" / "note").exists()
 
 
 def test_a_checkpoint_that_lacks_a_file(world, kept):
@@ -337,6 +372,7 @@ def test_what_is_no_number_is_never_kept(alone, tmp_path):
 def test_a_profile_that_cannot_be_written(pair, tmp_path):
     (tmp_path / "file").write_text("in the way")
     assert f"cannot write to {tmp_path / 'file'}" in message_of(pair, f"--profile {tmp_path / 'file'}")
+    assert "cannot write to /proc/self" in message_of(pair, "--profile /proc/self")  # it is there, and takes no files
 
 
 @pytest.mark.parametrize(
@@ -345,7 +381,11 @@ def test_a_profile_that_cannot_be_written(pair, tmp_path):
         ("--clip -1", "argument --clip: -1.0 is not more than 0"),
         ("--clip nan", "argument --clip: nan is not more than 0"),
         ("--lr 0", "argument --lr: 0.0 is not more than 0"),
-        ("--lr inf", "argument --lr: inf is not more than 0, or not finite"),
+        ("--lr inf", "argument --lr: inf is not more than 0, or no number that float32 has"),
+        ("--lr 1e300", "argument --lr: 1e+300 is not more than 0, or no number that float32 has"),
+        ("--batch 100000000000000000000", "is not from 1 to 2^31 - 1"),
+        ("--checkpoint ''", "argument --checkpoint: it is empty; name a directory"),
+        ("--profile ''", "argument --profile: it is empty; name a directory"),
         ("--seed -1", "argument --seed: -1 is not from 0"),
         ("--sample -3", "argument --sample: -3 is not from 0"),
         ("--resume", "no --checkpoint DIR is given"),
@@ -354,6 +394,10 @@ def test_a_profile_that_cannot_be_written(pair, tmp_path):
 def test_what_cannot_be_said(words, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         options(words)
+
+
+def test_data_said_twice_is_all_read():
+    assert options("--data a b --data c").data == ["a", "b", "c"] and options().data == []
 
 
 # ---- what else it can do ---------------------------------------------------------------------------------------------
@@ -457,7 +501,7 @@ def test_one_process_needs_no_launcher_and_says_what_is_wrong(tmp_path):
         )
         for words, sentence in (
             (["--tp", "2"], "2 ranks, and there are 1; choose axes of 1 ranks."),
-            (["--steps", "0"], "train: argument --steps: 0 is not at least 1; --help says what there is."),
+            (["--steps", "0"], "train: argument --steps: 0 is not from 1 to 2^31 - 1; --help says what there is."),
         ):
             said, code = alone.run(as_a_program, tmp_path, [*PROGRAM, *words])[0]
             assert said == "" and code.endswith(sentence)

@@ -23,6 +23,7 @@ class Process:
     failed: tuple[str, str] | None = None  # type and message of what prevented that
     outcome: tuple | None = None  # ("value", x) or ("error", {...}), once the run is over for this rank
     started: int | None = 0  # operations of the default group it had begun by then; None: it has ended the group
+    started_before: int = 0  # and when the run began
     left: dict | None = None  # what goes on in it after a run: see watch.left_behind
     report: dict | None = None  # its last answer to "what are you doing?"
     rested: bool = False  # the two last answers were the same
@@ -51,6 +52,7 @@ class Process:
     def begin(self, parts: list) -> None:
         """Give it a run's task."""
         self.outcome, self.report, self.rested = None, None, False
+        self.started_before = self.started
         self.transcript.start()
         self.send(parts)
 

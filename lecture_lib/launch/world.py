@@ -295,7 +295,8 @@ class World:
         for process in self._processes:
             process.out_of_memory = process.status == -9 and memory_kills() > self._kills_before
         ended = all(process.finished for process in self._processes)
-        started = {process.started for process in self._processes}
+        # Operations begun in this run: after a pipeline the ranks have not begun equally many in all.
+        started = {None if p.started is None else p.started - p.started_before for p in self._processes}
         in_step = len(started) == 1 and None not in started
         unsendable = all(process.error["unsendable"] for process in self._processes if process.error)
         if ended and (in_step or unsendable):  # no rank waits for another: a typo need not cost the ranks' variables

@@ -105,6 +105,7 @@ class MoE(nn.Module):
         self.balance = self.balance_loss(p, counts)
         if self.capacity_factor is not None:
             capacity = math.ceil(Fraction(str(self.capacity_factor)) * len(copies) / len(counts))
+            capacity = min(capacity, len(copies))  # as much as can come
             first = counts.cumsum(0) - counts  # (E,): where the queue of each expert begins
             place = torch.arange(len(copies), device=copies.device) - first[expert]  # in its queue
             copies, counts = copies[place < capacity], counts.clamp(max=capacity)

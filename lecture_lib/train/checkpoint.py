@@ -82,13 +82,25 @@ def save(
     try:
         metadata = dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial))
     except dcp.api.CheckpointException as error:  # the same on every rank
+        free = shutil.disk_usage(directory).free if dist.get_rank() == 0 else 0
         _on_first_rank(lambda: shutil.rmtree(partial))  # else a full disk stays full
-        raise ValueError(
-            f"train: the checkpoint {final} could not be written: {_cause(error)}; --checkpoint has to be "
-            f"{A_DIRECTORY}. The checkpoints before it are there."
-        ) from error
+        problem = (
+            f"could not write the checkpoint {final}, with {free:,} bytes free there: {_cause(error)}; --checkpoint "
+            f"has to be {A_DIRECTORY}. The checkpoints before it are there."
+        )
+        agree("train", [], problem=problem if dist.get_rank() == 0 else None)
 
     def finish() -> None:
+        try:
+            describe()
+        except OSError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        for old in checkpoints(directory)[:-KEPT]:
+            os.rename(old, going := old.with_name("." + old.name))  # a half-deleted one is none
+            shutil.rmtree(going)
+
+    def describe() -> None:
         names = sorted({place.relative_path for place in metadata.storage_data.values()} | {".metadata"})
         files = {name: {"bytes": (partial / name).stat().st_size, "digest": _digest(partial / name)} for name in names}
         with open(partial / "checkpoint.json", "w") as file:
@@ -98,17 +110,19 @@ def save(
         _sync(partial)
         os.rename(partial, final)
         _sync(directory)
-        for old in checkpoints(directory)[:-KEPT]:
-            os.rename(old, going := old.with_name("." + old.name))  # a half-deleted one is none
-            shutil.rmtree(going)
 
     _on_first_rank(finish)
 
 
 def checkpoints(directory: Path) -> list[Path]:
     """The complete ones, oldest first."""
-    found = directory.iterdir() if directory.is_dir() else ()
-    return sorted(path for path in found if re.fullmatch(r"step-\d{8}", path.name))
+    return _named(directory, r"step-(\d{8,})")
+
+
+def _named(directory: Path, pattern: str) -> list[Path]:
+    """What has such a name, by the number in it. Nothing else in the directory is ours."""
+    found = [(re.fullmatch(pattern, path.name), path) for path in (directory.iterdir() if directory.is_dir() else ())]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -136,10 +150,8 @@ def _on_first_rank(action) -> None:
         except BlockingIOError:
             problem = "found another run that writes to the same directory; choose another --checkpoint."
         except OSError as error:
-            problem = (
-                f"could not write the checkpoint: {error.strerror}: {error.filename}; --checkpoint has to be "
-                f"{A_DIRECTORY}."
-            )
+            what = ": ".join(filter(None, (error.strerror, error.filename)))
+            problem = f"could not write the checkpoint: {what}; --checkpoint has to be {A_DIRECTORY}."
     agree("train", [], problem=problem)
 
 
@@ -153,7 +165,7 @@ def _take(directory: Path, held: contextlib.ExitStack) -> None:
         raise
     except OSError:  # some network file systems have no locks
         pass
-    for left in directory.glob(".step-*"):
+    for left in _named(directory, r"\.step-(\d{8,})"):
         shutil.rmtree(left)
 
 

@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -182,6 +183,8 @@ def _not_a_directory(path: Path) -> str | None:
     """What is wrong with a directory to be written to, as the end of a sentence that begins with "rank 2"."""
     try:
         path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):  # the profiler says nothing when it cannot write
+            pass
     except OSError as error:
         return f"cannot write to {path}: {error.strerror}; --profile has to be a directory."
     return None

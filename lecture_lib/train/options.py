@@ -1,18 +1,18 @@
 """All that can be chosen about a run, said once: on the command line, or as the same words in a cell."""
 
 import argparse
-import math
 import shlex
 from collections.abc import Sequence
+
+import torch
 
 from lecture_lib.parallel.mesh import SCHEDULES
 from lecture_lib.parallel.recompute import WAYS
 
 
 def count(word: str) -> int:
-    """At least 1."""
-    if (number := int(word)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    if not 1 <= (number := int(word)) < 2**31:
+        raise argparse.ArgumentTypeError(f"{number} is not from 1 to 2^31 - 1")
     return number
 
 
@@ -23,9 +23,15 @@ def number_from_0(word: str) -> int:
 
 
 def positive(word: str) -> float:
-    if not 0 < (number := float(word)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{number} is not more than 0, or not finite")
+    if not 0 < (number := float(word)) <= torch.finfo(torch.float32).max:
+        raise argparse.ArgumentTypeError(f"{number} is not more than 0, or no number that float32 has")
     return number
+
+
+def directory(word: str) -> str:
+    if not word:
+        raise argparse.ArgumentTypeError("it is empty; name a directory")
+    return word
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,7 +67,7 @@ def options(words: str | Sequence[str] = ()) -> argparse.Namespace:
     model.add_argument("--ffn-hidden", type=count, default=384)
 
     training = parser.add_argument_group("training")
-    training.add_argument("--data", nargs="+", default=[], help="files of text; default: Python's standard library")
+    training.add_argument("--data", nargs="+", action="extend", default=[], help="default: Python's standard library")
     training.add_argument("--seq", type=count, default=128, help="tokens in a sample")
     training.add_argument("--batch", type=count, default=16, help="samples in a step, over all ranks")
     training.add_argument("--steps", type=count, default=200, help="in all, with those before a checkpoint")
@@ -73,13 +79,13 @@ def options(words: str | Sequence[str] = ()) -> argparse.Namespace:
     training.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of matmuls; weights are fp32")
 
     keeping = parser.add_argument_group("checkpoints")
-    keeping.add_argument("--checkpoint", metavar="DIR", help="where they are kept; a directory that all nodes share")
+    keeping.add_argument("--checkpoint", type=directory, metavar="DIR", help="a directory that all nodes share")
     keeping.add_argument("--checkpoint-every", type=count, default=100, metavar="STEPS", help="and after the last step")
     keeping.add_argument("--resume", action="store_true", help="go on from the newest one in DIR, if there is one")
 
     shown = parser.add_argument_group("output")
     shown.add_argument("--sample", type=number_from_0, default=0, metavar="BYTES", help="of text to write in the end")
-    shown.add_argument("--profile", metavar="DIR", help="write a chrome trace of one step there, for each rank")
+    shown.add_argument("--profile", type=directory, metavar="DIR", help="for a chrome trace of one step of each rank")
     shown.add_argument("--quiet", action="store_true", help="no progress, no summary")
     chosen = parser.parse_args(shlex.split(words) if isinstance(words, str) else words)
     if chosen.resume and not chosen.checkpoint:

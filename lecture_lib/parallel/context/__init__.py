@@ -14,9 +14,11 @@ ranks, H query heads over K key and value heads, batch B, head_dim d; S_q = B H 
 a number:
 
                             forward sends                backward sends    keeps of k and v
-    ring_attention          (n-1)/n 2 S_k                (n-1)/n 4 S_k     2 S_k / n
+    ring_attention          (n-1)/n 2 S_k                (n-1)/n 4 S_k *   2 S_k / n
     all_gather_attention    (n-1)/n 2 S_k                (n-1)/n 2 S_k     2 S_k
     all_to_all_attention    (n-1)/n^2 (2 S_q + 2 S_k)    as much           2 S_k / n
+
+* its gradients travel in float32, so with bfloat16 it is (n-1)/n 6 S_k.
 """
 
 from lecture_lib.parallel.context.all_to_all import all_to_all_attention, heads_of_all_tokens, tokens_of_all_heads

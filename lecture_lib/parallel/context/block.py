@@ -76,7 +76,9 @@ def by_kv_head(x: Tensor, k: Tensor) -> Tensor:
 
 
 def flash_attend(q: Tensor, k: Tensor, v: Tensor, diagonal: bool = False) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, diagonal)
+    o, L = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, diagonal)
+    unknown = (0 * q).sum(-1)  # nan where a query has one, else 0: to a few keys the kernel would answer 0
+    return o.add_(unknown.unsqueeze(-1)), L.add_(unknown)
 
 
 def flash_gradients(

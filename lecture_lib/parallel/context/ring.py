@@ -11,8 +11,9 @@ from: they follow them around the ring, each rank adds its part, and after n - 1
             and keeps dk_0       dk_3 on to rank 1           dk_2 on to rank 1           dk_1 on to rank 1: at home
 """
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ def ring_attention(
     Sends, S_k bytes in all ranks' k: forward (n-1)/n 2 S_k in n - 1 messages, of k and v together; backward as much in
     n - 1 messages for k and v, and as much in n - 1 messages for their gradients, in float32. Keeps for the backward
     pass q, k, v, the output, and L: batch x heads x seq / n numbers. Besides, it holds at most two ranks' k and v, and
-    on the way back their gradients three times: for the block at work, those that arrive, and its own.
+    on the way back their gradients four times: those for the keys at work, those that leave and that arrive, its own.
 
     Raises ValueError, the same on every rank, for shapes that do not fit, or that differ between ranks.
     """
@@ -65,12 +66,12 @@ class _Ring(torch.autograd.Function):
         kv = torch.stack((k, v))  # (2, batch, kv_heads, seq / n, head_dim)
         for step in range(n):
             owner = (rank - step) % n
-            arrived = pass_on(kv, group) if step < n - 1 else None
-            with region(f"keys of rank {owner}"), torch.autocast(q.device.type, enabled=False):
+            following = pass_on(kv if step < n - 1 else None, group)
+            with following as next_kv, region(f"keys of rank {owner}"), torch.autocast(q.device.type, enabled=False):
                 for rows, columns, diagonal in blocks(chunks[rank], chunks[owner], size, tile, causal):
                     block = compute(q[..., rows, :], *kv[..., columns, :], diagonal)
                     merge(o[..., rows, :], L[..., rows], *block)
-            kv = arrived() if arrived else None
+            kv = next_kv
 
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, L)
@@ -85,27 +86,31 @@ class _Ring(torch.autograd.Function):
         n, rank, size = dist.get_world_size(group), dist.get_rank(group), q.shape[2] // 2
         g, chunks, dq = g.contiguous(), layout(n), torch.zeros_like(q, dtype=L.dtype)
 
-        kv, own, home = torch.stack((k, v)), None, None
+        kv, own, leaving = torch.stack((k, v)), None, None
         for step in range(n):
             owner = (rank - step) % n
-            arrived = pass_on(kv, group) if step < n - 1 else None
-            dkv = torch.zeros_like(kv, dtype=L.dtype)
-            with region(f"gradients of keys of rank {owner}"), torch.autocast(q.device.type, enabled=False):
+            with (
+                pass_on(kv if step < n - 1 else None, group) as next_kv,
+                pass_on(leaving, group) as arrived,
+                region(f"gradients of keys of rank {owner}"),
+                torch.autocast(q.device.type, enabled=False),
+            ):
+                dkv = torch.zeros_like(kv, dtype=L.dtype)
                 for rows, columns, diagonal in blocks(chunks[rank], chunks[owner], size, tile, causal):
-                    keys, values = kv[..., columns, :]
-                    block = compute(
-                        *(x[..., rows, :] for x in (g, q)), keys, values, o[..., rows, :], L[..., rows], diagonal
-                    )
+                    mine = g[..., rows, :], q[..., rows, :]
+                    block = compute(*mine, *kv[..., columns, :], o[..., rows, :], L[..., rows], diagonal)
                     for total, part in zip((dq[..., rows, :], *dkv[..., columns, :]), block, strict=True):
                         total += part
             if step == 0:
                 own = dkv  # is at home, and is added in the end
             else:
-                home = pass_on(dkv if home is None else dkv.add_(home()), group)
-            kv = arrived() if arrived else None
+                leaving = dkv if arrived is None else dkv.add_(arrived)
+            kv = next_kv
 
-        if home is not None:
-            own += home()
+        with pass_on(leaving, group) as arrived:
+            pass
+        if arrived is not None:
+            own += arrived
         dk, dv = own.to(k.dtype)
         return dq.to(q.dtype), dk, dv, None, None, None, None
 
@@ -117,19 +122,22 @@ def kernels(q: Tensor, tile: int | None) -> tuple[Callable, Callable, int]:
     return attend, gradients, tile or 1024
 
 
-def pass_on(tensor: Tensor, group: ProcessGroup | None) -> Callable[[], Tensor]:
-    """Begin to send to the right neighbour and to receive as much from the left one. Call what is returned to wait for
-    it, and to get it."""
+@contextlib.contextmanager
+def pass_on(tensor: Tensor | None, group: ProcessGroup | None) -> Iterator[Tensor | None]:
+    """During the block, send to the right neighbour and receive as much from the left one: what is given is there when
+    the block has ended. Its end is waited for even if the block fails: half a message would be met by the next one.
+    Nothing is sent of None."""
+    if tensor is None:
+        yield None
+        return
     n, rank, arriving = dist.get_world_size(group), dist.get_rank(group), torch.empty_like(tensor)
     transfers = [
         P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
         P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % n),
     ]
     works = dist.batch_isend_irecv(transfers)
-
-    def arrived(sent=tensor) -> Tensor:  # which is held until it has left
+    try:
+        yield arriving
+    finally:
         for work in works:
             work.wait()
-        return arriving
-
-    return arrived

@@ -13,6 +13,7 @@ Zig-zag is how Llama 3 splits its sequences (Llama Team 2024, The Llama 3 Herd o
 
 import functools
 import itertools
+import numbers
 from collections.abc import Callable, Iterator
 
 import torch
@@ -178,8 +179,8 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, tile: int | None = None) -> str | 
         return f"brought {q.shape[1]} query heads, which cannot share {k.shape[1]} key and value heads equally."
     if problem := not_two_chunks(q):
         return problem
-    if tile is not None and tile < 1:
-        return f"asked for tile={tile}; a block has at least 1 query and 1 key. None chooses for you."
+    if tile is not None and (not isinstance(tile, numbers.Integral) or tile < 1):
+        return f"asked for tile={tile}; a block has a whole number of queries and keys, at least 1. None chooses one."
     return None
 
 

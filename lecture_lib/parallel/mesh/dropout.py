@@ -8,8 +8,8 @@ What two ranks hold of the residual stream, if they differ in this axis only, an
     tp, with sequence parallel   other tokens                differ
 
 Megatron-LM keeps two random states for this, one that its tensor-parallel ranks share and one that is each rank's own
-(Shoeybi et al. 2019, section 3). Here all dropout is on the residual stream, where one is enough. The numbers that fall
-out are not those of one process; their share, and what is expected of the loss, are.
+(Shoeybi et al. 2019, appendix B.2). Here all dropout is on the residual stream, where one is enough. The numbers that
+fall out are not those of one process; their share, and what is expected of the loss, are.
 """
 
 import numpy as np
