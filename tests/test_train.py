@@ -274,13 +274,15 @@ def test_a_checkpoint_of_a_run_with_other_samples_goes_on_and_says_so(alone, kep
     alone.run(train, options(SMALL + f"--steps 3 --checkpoint {kept} --resume"))
     assert capfd.readouterr().out == ""
     alone.run(train, options(SMALL + f"--steps 4 --checkpoint {kept} --resume --batch 8"))
-    assert "with other samples: it had batch 4, first batch " in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert re.search(r"other samples: it had batch 4, first batch \w+, and this one batch 8, first batch \w+\n", said)
 
 
 def test_a_checkpoint_of_a_run_on_other_text_goes_on_and_says_so(alone, kept, tmp_path, capfd):
     (tmp_path / "other.txt").write_text("other words " * 1000)
     alone.run(train, options(SMALL + f"--steps 3 --checkpoint {kept} --resume --data {tmp_path / 'other.txt'}"))
-    assert "with other samples: it had first batch " in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert re.search(r"with other samples: it had first batch (\w+), and this one first batch (?!\1)\w+\n", said)
 
 
 def test_two_runs_do_not_write_to_the_same_directory(pair, kept):
@@ -307,7 +309,7 @@ def test_a_disk_that_is_full_is_one_sentence_and_keeps_what_was_there(pair, kept
 
     message = message_of(pair, f"--checkpoint {kept} --resume --tp 2 --steps 3", without_room)
     assert "could not write the checkpoint" in message and "a directory with room" in message
-    assert "bytes free" in message and "\n" not in message and len(message) < 600
+    assert "bytes free" in message and "\n" not in message and len(message) < 500
     assert everything_in(kept).keys() == before.keys()
 
 
@@ -329,10 +331,11 @@ def test_a_disk_that_is_full_at_the_last_file_is_left_as_it_was(alone, kept):
 
 
 def test_what_is_not_ours_in_the_directory_stays(alone, kept):
-    for name in (".step-by-step", "step-1", ".step-0000000a", "step-00000004.old"):
-        (kept / name).mkdir()
-        (kept / name / "note").write_text("mine")
-    (kept / ".step-notes").write_text("mine")
+    folders = (".step-by-step", "step-1", ".step-0000000a", "step-00000004.old")
+    foreign = [".step-notes", *(f"{name}/note" for name in folders)]
+    for name in foreign:
+        (kept / name).parent.mkdir(exist_ok=True)
+        (kept / name).write_text("mine")
     (kept / ".step-00000007").mkdir()  # half written
     alone.run(train, options(SMALL + f"--checkpoint {kept} --resume --steps 5 --checkpoint-every 1"))
     assert {path.name for path in kept.iterdir() if "step-0000000" in path.name and "a" not in path.name} == {
@@ -340,8 +343,7 @@ def test_what_is_not_ours_in_the_directory_stays(alone, kept):
         "step-00000004.old",
         "step-00000005",
     }
-    assert [(kept / name / "note").read_text() for name in (".step-by-step", "step-1", "step-00000004.old")]
-    assert (kept / ".step-notes").read_text() == "mine" and (kept / ".step-0000000a" / "note").exists()
+    assert {(kept / name).read_text() for name in foreign} == {"mine"}
 
 
 def test_a_checkpoint_that_lacks_a_file(world, kept):

@@ -92,7 +92,7 @@ def save(
 
     def finish() -> None:
         try:
-            describe()
+            publish()
         except OSError:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -100,7 +100,7 @@ def save(
             os.rename(old, going := old.with_name("." + old.name))  # a half-deleted one is none
             shutil.rmtree(going)
 
-    def describe() -> None:
+    def publish() -> None:
         names = sorted({place.relative_path for place in metadata.storage_data.values()} | {".metadata"})
         files = {name: {"bytes": (partial / name).stat().st_size, "digest": _digest(partial / name)} for name in names}
         with open(partial / "checkpoint.json", "w") as file:

@@ -8,8 +8,8 @@
     tp             every matrix                    activations, four times                         each layer
 
 The last axis changes fastest, so its ranks are neighbours: it is the one that sends most, and a node's fast links are
-between neighbours. (Llama Team 2024, The Llama 3 Herd of Models, section 3.3.2, says so too, and has dp outermost, then
-pp: the messages of a pipeline are many, and those of a sharded model can hide.) For pp=2, dp_replicate=2, tp=2:
+between neighbours. (Llama Team 2024, The Llama 3 Herd of Models, section 3.3.2, says so too; there dp is outermost, for
+a sharded model can fetch its parameters ahead.) For pp=2, dp_replicate=2, tp=2:
 
     rank            0  1  2  3  4  5  6  7
     pp              0  0  0  0  1  1  1  1
